@@ -16,7 +16,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
   their error. ``distillation_loss``: their cross-entropy to softmax's, to learn a feature map by.
 
-The modules beside these names have the rest:
+These modules have the rest:
 
 - ``feature_maps``: feature maps as objects, which attention takes. ``calibration``: those that fit
   data, and rows of W around several centers.

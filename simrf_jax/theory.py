@@ -1,9 +1,9 @@
 """Closed forms of conformities, mean squared errors and densities, in float64 NumPy.
 
-Tests and experiments compare their results with these values. The closed forms also tell, without a
+Tests and experiments compare their results with these values. The closed forms also show, without a
 draw, which coupling to use: simplex rows for positive features, cross-polytopes where there are at
 least twice as many features as dimensions, and orthogonal rows for hyperbolic and trigonometric
-features. ``simrf_jax.selection`` finds it out for given queries and keys. Two functions are
+features. ``simrf_jax.selection`` chooses one for given queries and keys. Two functions are
 numerical instead: ``log_conformity_of_rows`` takes given rows, and ``optimal_directions`` finds the
 least conformity that given norms allow.
 """

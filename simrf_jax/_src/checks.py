@@ -1,4 +1,4 @@
-"""Checks at the public boundary: each says what was expected and what was given."""
+"""Checks of arguments, whose errors state the expected and the given value."""
 
 from __future__ import annotations
 

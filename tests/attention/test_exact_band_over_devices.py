@@ -119,7 +119,9 @@ def test_refuses_other_keys_than_queries():
     mesh = make_mesh("auto", length=2)
     with (
         jax.set_mesh(mesh),
-        pytest.raises(ValueError, match="as many keys as queries, got 32 queries and 16 keys"),
+        pytest.raises(
+            ValueError, match="equal numbers of queries and keys, got 32 queries and 16 keys"
+        ),
     ):
         estimator(3)(q, k, v, sequence_axis="length")
 

@@ -354,9 +354,17 @@ def test_a_function_of_the_user_is_called_each_time(holder):
 @pytest.mark.parametrize(
     ("static", "fields", "match"),
     [
-        ((), {"kernel": "softmax"}, r"field kernel of Faulty is not an array, .* static=\('kernel',\)"),
+        (
+            (),
+            {"kernel": "softmax"},
+            r"field kernel of Faulty is not an array, .* static=\('kernel',\)",
+        ),
         ((), {"is_finite": True}, "is_finite must be attributes of the class Faulty, got fields"),
-        (("kernels",), {"kernel": 1.0}, r"names \['kernels'\] as static, which must be among its fields"),
+        (
+            ("kernels",),
+            {"kernel": 1.0},
+            r"names \['kernels'\] as static, which must be among its fields",
+        ),
     ],
 )
 def test_refuses_fields(static, fields, match):

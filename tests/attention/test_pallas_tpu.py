@@ -421,7 +421,7 @@ def test_mosaic_takes_a_scale_of_each_call():
 REFUSED = {
     "band": ({"exact_bandwidth": 300}, "exact_bandwidth is 300, above 256"),
     "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
-    "map": ({"feature_map": "relu"}, "Relu features are no exponentials"),
+    "map": ({"feature_map": "relu"}, "Relu features are not exponentials"),
     "axis": ({"batch_axis": "rows"}, r"batch_axis is \('rows',\), no axes of type Auto"),
     "size": ({"head_axis": "data"}, "of 2 devices, which do not divide 3"),
 }
@@ -437,7 +437,7 @@ def test_what_the_kernels_cannot_do(options, message):
 
 def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(ValueError, match="they are for TPUs, and interpreted on CPUs alone, got"):
+    with pytest.raises(ValueError, match="they run on TPUs, and interpreted on CPUs, got"):
         in_kernel(*inputs(), projection())
 
 

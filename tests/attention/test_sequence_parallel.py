@@ -477,7 +477,7 @@ def test_refuses_no_keys_for_queries_in_order(options):
     with (
         jax.set_mesh(make_mesh("auto", length=4)),
         pytest.raises(
-            ValueError, match=f"as many keys as queries, got {LENGTH} queries and 0 keys"
+            ValueError, match=f"equal numbers of queries and keys, got {LENGTH} queries and 0 keys"
         ),
     ):
         random_feature_attention(q, k[:0], v[:0], projection(), sequence_axis="length", **options)

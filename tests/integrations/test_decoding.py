@@ -385,7 +385,7 @@ def test_flaxs_own_caches_see_the_prefix():
 def test_positions_are_not_known_in_flaxs_own_caches(name, options):
     """A query in Flax's own cache would see only the first key, or the band around it."""
     x = tokens(1, 3)
-    match = "as many keys as queries, .* got 3 keys for 1 queries. .* turn its decode off"
+    match = "equal numbers of queries and keys, .* got 3 keys for 1 queries. .* turn its decode off"
     options = {"num_features": FEATURES, "coupling": "iid", **options}
     of_nnx, of_linen = (getattr(module, name) for module in (nnx_adapter, linen_adapter))
     rngs = nnx.Rngs(0)

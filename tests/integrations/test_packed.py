@@ -234,7 +234,7 @@ NO_SEGMENTS = {
         {"segment_ids": SEGMENTS},
         "segment_ids were given: leave the segments out of the mask",
     ),
-    "lengths": ({}, CROSS, {}, "as many keys as queries, got 9 keys for 4 queries"),
+    "lengths": ({}, CROSS, {}, "equal numbers of queries and keys, got 9 keys for 4 queries"),
 }
 
 

@@ -409,7 +409,7 @@ def test_the_gram_error_on_digits_is_below_that_of_rbf_sampler(n_components):
         ({"gamma": None}, ValueError, "gamma must be 'scale' or a positive number, got None"),
         ({"coupling": "best"}, ValueError, "coupling must be one of 'auto', 'iid', .*got 'best'"),
         ({"feature_map": "relu"}, ValueError, "feature_map must be one of 'trigonometric', .*relu"),
-        ({"kernel": "laplacian"}, ValueError, "takes the Manhattan distance .* kernel='laplace'"),
+        ({"kernel": "laplacian"}, ValueError, "uses the Manhattan distance .* kernel='laplace'"),
         (
             {"kernel": "cosine"},
             ValueError,

@@ -77,7 +77,7 @@ def test_linen_says_that_a_scan_must_know_the_projections():
             return linen_attention(parent=None)(x), None
 
     model = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)()
-    match = r'nn.scan by variable_axes=\{"params": 0, "random_features": 0\}'
+    match = r'nn.scan does with variable_axes=\{"params": 0, "random_features": 0\}'
     with pytest.raises(ValueError, match=match):
         model.init(jax.random.key(0), tokens(2, 3), None)
 

@@ -180,7 +180,7 @@ def check_step(call: Call, inputs: Inputs) -> None:
     query_length, key_length = call.query.shape[-3], call.key.shape[-3]
     if query_length != key_length:
         raise ValueError(
-            "A step of decoding takes as many keys as queries, got "
+            "A decoding step needs equal numbers of keys and queries, got "
             f"{key_length} and {query_length}."
         )
     num_key_heads = call.key.shape[-2]

@@ -63,8 +63,8 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         ``random_feature_attention``. Steps of decoding always take XLA.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``random_feature_attention``. The state of decoding is then an ``ExactBandState``.
-      exact_keys: Number of keys that all queries see exactly, or their positions, in ``attend``
-        alone; see ``random_feature_attention``.
+      exact_keys: Number of keys that all queries see exactly, or their positions, only in
+        ``attend``; see ``random_feature_attention``.
 
     Example:
       >>> import jax, simrf_jax
@@ -289,7 +289,7 @@ def random_feature_attention(
 
     For rotary embeddings, rotate queries and keys before the call. The kernel is then
     :math:`e^{\text{scale} \, q_t^\top R_{s-t} k_s}`. With Haar rotations the mean and the variance
-    of its estimate depend on relative positions alone, although each W sees absolute positions.
+    of its estimate depend only on relative positions, although each W sees absolute positions.
     Rotated features, which some linear attention uses, are not offered: they are not positive.
 
     Args:

@@ -206,8 +206,8 @@ def attend(mechanism: Mechanism, request: Request) -> jax.Array:
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     if mechanism.in_order(call) and length != key_length:
         raise ValueError(
-            "A causal adapter and one with a near field or an exact band take as many keys as "
-            "queries, since the positions of both count from 0, got "
+            "A causal adapter and one with a near field or an exact band need equal numbers of "
+            "queries and keys, because the positions of both count from 0, got "
             f"{key_length} keys for {length} queries. If they are in the cache of Flax's "
             "attention, turn its decode off and the adapter's on."
         )
@@ -220,9 +220,9 @@ def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array,
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     if length != key_length:
         raise ValueError(
-            "decode=True takes the keys of the new tokens, as many as queries, got "
-            f"{key_length} keys for {length} queries. Turn the decode of Flax's attention off, "
-            "which hands its own cache of all keys over, and that of adapters in cross-attention."
+            "decode=True takes the keys of the new tokens, one for each query, got "
+            f"{key_length} keys for {length} queries. Turn off decode in Flax's attention, which "
+            "passes all keys of its own cache, and in adapters of cross-attention."
         )
     out, state = mechanism.step_to(state, call)
     return request.finish(out), state

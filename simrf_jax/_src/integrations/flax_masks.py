@@ -42,7 +42,7 @@ def why_no_segments(
         return "segment_ids were given: leave the segments out of the mask."
     if length != key_length:
         return (
-            "Segments are for self-attention, with as many keys as queries, got "
+            "Segments are for self-attention, with equal numbers of queries and keys, got "
             f"{key_length} keys for {length} queries."
         )
     return None

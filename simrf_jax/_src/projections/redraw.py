@@ -56,8 +56,8 @@ def redraw_key(
     redraws = step // interval if interval else 0
     if redraws >= 2**32:
         raise ValueError(
-            "step // interval must be less than 2**32, which is what jax.random.fold_in tells "
-            f"apart, got {step} // {interval}."
+            "step // interval must be less than 2**32, because jax.random.fold_in takes 32 "
+            f"bits, got {step} // {interval}."
         )
     return jax.random.fold_in(key, redraws)
 

@@ -139,7 +139,7 @@ def test_refuses_keywords_that_say_nothing_here(verb, options, match):
         ),
         (
             lambda q, k, v, w, s: steps.step(s, q, k[:4], v[:4], w),
-            "A step of decoding takes as many keys as queries, got 4 and 9",
+            "A decoding step needs equal numbers of keys and queries, got 4 and 9",
         ),
         (
             lambda q, k, v, w, s: steps.step(s, q, k, v[..., :3], w),

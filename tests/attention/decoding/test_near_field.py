@@ -96,7 +96,7 @@ def test_gradients_flow_through_the_window():
         (
             ValueError,
             lambda q, k, v, window: steps.window_step(window, q, k[:4], v[:4]),
-            "A step of decoding takes as many keys as queries, got 4 and 9",
+            "A decoding step needs equal numbers of keys and queries, got 4 and 9",
         ),
         (
             ValueError,

@@ -58,7 +58,7 @@ def _join(
 
 
 def check_bandwidth(window: Window, bandwidth: int) -> None:
-    """Raises ``ValueError`` unless a window has as many keys as the bandwidth."""
+    """Raises ``ValueError`` unless the window has ``bandwidth`` keys."""
     if (given := jnp.shape(window.key)[-3]) != bandwidth:
         raise ValueError(
             f"state must be of bandwidth={bandwidth}, got one of bandwidth={given}; make a new one "

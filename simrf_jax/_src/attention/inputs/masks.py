@@ -55,7 +55,7 @@ def segment_numbers(
         raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype.name}.")
     if query_length != key_length:
         raise ValueError(
-            "segment_ids are for self-attention, with as many keys as queries, got "
+            "segment_ids are for self-attention, with equal numbers of queries and keys, got "
             f"{query_length} queries and {key_length} keys."
         )
     if segment_ids.shape != (*batch, query_length):

@@ -96,8 +96,8 @@ def find_shards(call: Call, axes: Axes, *, in_order: bool) -> Shards:
     query_length, key_length = call.query.shape[-3], call.key.shape[-3]
     if axes and in_order and query_length != key_length:
         raise ValueError(
-            "Causal, packed or banded attention over a sharded length takes as many keys as "
-            f"queries, got {query_length} queries and {key_length} keys."
+            "Causal, packed or banded attention over a sharded length needs equal numbers of "
+            f"queries and keys, got {query_length} queries and {key_length} keys."
         )
     return Shards(axes, axes if split else (), is_inside)
 

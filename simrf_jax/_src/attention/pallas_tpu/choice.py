@@ -119,7 +119,7 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
     """
     platform = jax.default_backend()
     if platform not in ("cpu", "tpu"):
-        return f"they are for TPUs, and interpreted on CPUs alone, got the backend {platform}"
+        return f"they run on TPUs, and interpreted on CPUs, got the backend {platform}"
     if estimator.exact_keys is not None:
         return "they have no exact_keys"
     if estimator.sequence_axes:
@@ -158,7 +158,9 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
     of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
     form = jax.eval_shape(of_keys, feature_map, estimator.projection)
     if form is None:
-        return f"{type(feature_map).__name__} features are no exponentials that estimate exp(x . y)"
+        return (
+            f"{type(feature_map).__name__} features are not exponentials that estimate exp(x . y)"
+        )
     if form.rows.dtype != jnp.float32:
         return f"projection is {form.rows.dtype.name}"
     groups = call.query.shape[-2] // call.key.shape[-2]

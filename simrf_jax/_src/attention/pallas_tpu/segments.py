@@ -1,6 +1,6 @@
 """Segments of packed sequences in the causal kernels.
 
-A query sees keys of its own segment only. Segments follow each other, so the state holds keys of
+A query sees only keys of its own segment. Segments follow each other, so the state holds keys of
 only one segment: that of the last key of the previous tiles.
 """
 

@@ -133,8 +133,8 @@ def causal_attention(
     r"""Lets each query attend to a state and to the keys up to its own position.
 
     A scan over chunks carries the state of all earlier keys. The docstring of this module explains
-    how queries read the keys of their own chunk, so that nothing of the future, not even its
-    rounding, reaches the past.
+    how queries read the keys of their own chunk, so that the future does not affect the past, not
+    even through rounding.
 
     The backward pass recomputes the features of each chunk: only one state for each chunk is kept,
     O(T num_features D / chunk_size), not the features, O(T num_features).

@@ -188,11 +188,11 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
         c_s = \phi(k_s)^\top \sum_t \frac{\phi(q_t)}{\phi(q_t)^\top \sum_r \phi(k_r)}
 
     over all queries of a key head, in time O((T + S) m), with the features of one chunk of tokens
-    in memory at a time. It is minus infinity at hidden keys. If there are as many queries as keys,
-    queries at hidden keys are padding and do not count. There are no gradients.
+    in memory at a time. It is minus infinity at hidden keys. If queries and keys have the same
+    length, queries at hidden keys are padding and do not count. There are no gradients.
 
     Raises:
-      ValueError: If features may be negative, so that their sums are no masses. A user's function
+      ValueError: If features may be negative, so that their sums are not masses. A user's function
         is not checked.
     """
     inputs, features = jax.lax.stop_gradient((inputs, features))

@@ -160,7 +160,7 @@ def state_beyond(
 
 
 class ScanElement(NamedTuple):
-    """The effect of a run of neighboring devices on the state that passes through them.
+    """The effect of consecutive devices on the state that passes through them.
 
     Attributes:
       state: State of those of their keys that devices after them see.
