@@ -180,7 +180,7 @@ def test_training_lowers_the_loss_of_other_tokens(start, most):
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
-        ({"feature_map": "trigonometric"}, ValueError, "need positive features, got .*Trigono"),
+        ({"feature_map": "trigonometric"}, ValueError, "needs positive features, got .*Trigono"),
         ({"feature_map": "relu", "exact_bandwidth": 1}, ValueError, "exact_bandwidth takes a"),
         ({"feature_map": "positive", "is_causal": 1}, TypeError, "is_causal must be True or"),
         ({"feature_map": "simplex"}, ValueError, "feature_map must be one of"),

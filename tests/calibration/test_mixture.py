@@ -244,7 +244,7 @@ def test_groups_of_query_heads_and_transformations():
         (
             {"calibration": simrf_jax.feature_maps.Calibrated.identity(3, 8)},
             ValueError,
-            r"that of 2 key heads of 8, got variances of shape \(3, 8\)",
+            r"for 2 key heads of dim 8, got variances of shape \(3, 8\)",
         ),
         ({"key_mask": np.ones(3, bool)}, ValueError, r"key_mask must be \[batch\.\.\., length\]"),
         ({"prng_key": jnp.zeros(2, jnp.uint32)}, TypeError, "key must be a typed PRNG key"),

@@ -178,7 +178,7 @@ def test_over_an_axis_that_is_named_no_key_is_gathered():
 def test_refuses_other_heads_than_it_was_made_for():
     one, _, _ = pair()
     q, _, v = qkv()
-    with pytest.raises(ValueError, match="keys of 2 heads of 4, got 4 heads of 4"):
+    with pytest.raises(ValueError, match="keys of 2 heads of dim 4, got 4 heads of 4"):
         one(q, q, jnp.repeat(v, 2, axis=2))
 
 

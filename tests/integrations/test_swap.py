@@ -68,7 +68,7 @@ def test_undo_gives_the_attention_back(x):
     swapped = model(x)
     second = adapters.swap_attention(model, 20, feature_map="hyperbolic", rngs=nnx.Rngs(1))
     assert not np.allclose(model(x), swapped)
-    with pytest.raises(ValueError, match=r"must attend by what the swap put there, .* undo"):
+    with pytest.raises(ValueError, match=r"must still have the attention of the swap, .* undo"):
         first.undo()
     second.undo()
     chex.assert_trees_all_equal(model(x), swapped)
