@@ -230,7 +230,7 @@ def test_simplex_plus_removes_the_leading_term_at_small_v():
     iid = np.expm1(v**2) / dim
     assert_mean(squared_errors("simplex", dim, dim, v, 1_000) / iid, 8.2139e-3)
     plus = squared_errors("simplex_plus", dim, dim, v, 1_000) / iid
-    # There is no closed form; benchmarks/README.md has 3.8e-4, and another sample gave 3.9e-4.
+    # There is no closed form; docs/results/errors.md has 3.8e-4, and another sample gave 3.9e-4.
     assert_mean(plus - np.clip(plus.mean(), 3.7e-4, 4.0e-4), 0)
 
 

@@ -1,4 +1,4 @@
-"""Attention converges to softmax attention as benchmarks/README.md says, on fewer trials."""
+"""Attention converges to softmax attention as docs/results/errors.md says, on fewer trials."""
 
 import jax
 import numpy as np
