@@ -20,7 +20,7 @@ from experiments.swap.methods import attentions, baselines
 def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section ``kinds`` of the results.
 
-    For each kind of text, maps are fitted to windows of all other kinds.
+    For each kind of text, maps are fitted to windows of all other kinds. "mean" averages the kinds.
 
     Raises:
       UserError: If the model is not there, or there are too few texts.
@@ -59,6 +59,9 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
             errors = Errors(*np.split(values, [len(values) - ours.num_test_texts]))
             by_kind = found.setdefault(str(length), {}).setdefault(name, {})
             by_kind.setdefault(kind, []).append(errors)
+    for by_kind in itertools.chain.from_iterable(one.values() for one in found.values()):
+        of_seeds = zip(*by_kind.values(), strict=True)
+        by_kind["mean"] = [Errors(*map(np.stack, zip(*errors, strict=True))) for errors in of_seeds]
     return {
         "num_features": ours.num_features,
         "lengths": {

@@ -51,7 +51,10 @@ def test_kinds_are_tested_with_the_fit_of_all_others(toy_encoder, tmp_path, monk
     assert list(section["lengths"]) == ["6", "8"]
     for by_name in section["lengths"].values():
         assert list(by_name) == ["uniform", "band", *methods]
-        assert list(by_name["uniform"]) == list(texts.KINDS)
+        assert list(by_name["uniform"]) == [*texts.KINDS, "mean"]
+        for by_kind in by_name.values():
+            *kinds, mean = (one["error"]["mean"] for one in by_kind.values())
+            np.testing.assert_allclose(mean, np.mean(kinds), rtol=1e-6)
         better, worse = (
             np.mean([one["error"]["mean"] for one in by_name[name].values()])
             for name in ("band_keys_calibrated", "uniform")
