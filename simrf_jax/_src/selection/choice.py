@@ -111,8 +111,9 @@ class FeatureChoice:
     """Feature map, coupling and number of features for a relative error of attention.
 
     Attributes:
-      reached: True if the predicted error is at most ``relative_error``. Otherwise the choice is
-        the best with the largest allowed number of features.
+      reached: True if the predicted error, or the mean of trials plus its standard error, is at
+        most ``relative_error``. Otherwise the choice is the best with the largest allowed number of
+        features.
       features: Feature map: ``"positive"``, ``"hyperbolic"``, ``"optimal_positive"`` or
         ``"calibrated"``.
       coupling: Coupling of the rows of the projection.
@@ -158,7 +159,7 @@ class FeatureChoice:
         parameter = f", parameter={self.parameter:.4g}" if self.parameter else ""
         how, spread = "predicted", ""
         if self.standard_error is not None:
-            how, spread = "measured", f" ± {self.standard_error:.1g}"
+            how, spread = "measured", f" ± {self.standard_error:.1g} on the second half of the data"
         return (
             f"{'' if self.reached else 'Not reached: '}{self.features} features of "
             f"{self.coupling} rows, num_features={self.num_features}{parameter}, {how} error "
@@ -195,12 +196,13 @@ def choose_num_features(
     ``attention_error``. A large prediction only shows that the map is unsuitable.
 
     Calibrated features are for vectors so long that the prediction fails. They are measured
-    instead, with several draws of cross-polytopes: fitted on one half of the data, and tested on
-    the other half. Positive and optimal positive features are measured too, because their
-    predictions are too high. The halves are sequences if there are two or more, otherwise the first
-    and the second half of the tokens, so that each query sees half of the keys. The numbers of
-    features that are tried grow by a fifth or by one. The draws are fixed: equal arguments give
-    equal results.
+    instead, with several draws of cross-polytopes: fitted on the first half of the data, and tested
+    on the second. Positive and optimal positive features are measured too, because their
+    predictions are too high. A measured error reaches ``relative_error`` if its mean plus one
+    standard error does, which does not cover data of another kind than the second half. The halves
+    are sequences if there are two or more, otherwise the first and the second half of the tokens,
+    so that each query sees half of the keys. The numbers of features that are tried grow by a fifth
+    or by one. The draws are fixed: equal arguments give equal results.
 
     Args:
       query: Queries ``[..., T, N, H]``.
@@ -269,9 +271,10 @@ def _measured(
     ]
     for features, inputs, of_rows, own_parameter in tries:
         errors = errors_in_trials(inputs, of_rows, sizes, num_draws)
-        means = errors.mean(axis=0)
+        means, spreads = errors.mean(axis=0), errors.std(axis=0, ddof=1) / len(errors) ** 0.5
         # All larger numbers of features must reach the error too, so that no lucky draw decides.
-        is_enough = np.logical_and.accumulate((means <= relative_error)[::-1])[::-1]
+        reaches = means + spreads <= relative_error
+        is_enough = np.logical_and.accumulate(reaches[::-1])[::-1]
         place = int(np.argmax(is_enough)) if is_enough[-1] else int(np.argmin(means))
         yield FeatureChoice(
             reached=bool(is_enough[-1]),
@@ -281,7 +284,7 @@ def _measured(
             num_entries=int(sizes[place]),
             parameter=own_parameter,
             predicted_error=float(means[place]),
-            standard_error=float(errors[:, place].std(ddof=1) / len(errors) ** 0.5),
+            standard_error=float(spreads[place]),
             relative_error=relative_error,
             mean_squared_distance=squared_distance,
         )
