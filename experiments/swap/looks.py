@@ -37,6 +37,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "band_mixture": {"color": "#8B4513", "linestyle": "--", "marker": "X"},
     "band_learned": {"color": "#CC79A7", "linestyle": "-.", "marker": ">"},
     "keys_calibrated": {"color": "#332288", "linestyle": ":", "marker": "P"},
+    "keys_learned": {"color": "#332288", "linestyle": (0, (1, 3)), "marker": ">"},
     "band_keys_positive": {"color": "#332288", "linestyle": "-", "marker": "^"},
     "band_keys_calibrated": {"color": "#332288", "linestyle": "--", "marker": "P"},
     "band_keys_learned": {"color": "#332288", "linestyle": "-.", "marker": ">"},

@@ -223,9 +223,10 @@ METHODS |= {
     }.items()
 }
 METHODS |= {
-    "keys_calibrated": dataclasses.replace(
-        METHODS["calibrated"], label="exact keys and calibrated", has_keys=True
+    f"keys_{name}": dataclasses.replace(
+        METHODS[name], label=f"exact keys and {name}", has_keys=True
     )
+    for name in ("calibrated", "learned")
 }
 METHODS |= {
     f"band_keys_{name}": dataclasses.replace(
