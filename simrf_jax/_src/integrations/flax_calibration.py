@@ -83,11 +83,11 @@ def add_moments(sums: tuple[Moments, Moments], request: Request) -> tuple[Moment
     """
     query, key = jax.lax.stop_gradient((request.call.query, request.call.key))
     scale = query.shape[-1] ** -0.5 if request.call.scale is None else request.call.scale
-    queries, keys = moments(query, key, scale, *_real_tokens(request))
+    queries, keys = moments(query, key, scale, *real_tokens(request))
     return sums[0].merge(queries), sums[1].merge(keys)
 
 
-def _real_tokens(request: Request) -> tuple[jax.Array, jax.Array]:
+def real_tokens(request: Request) -> tuple[jax.Array, jax.Array]:
     """Returns ``[..., T]`` and ``[..., S]``, False at queries and keys that are padding."""
     call = request.call
     batch, length = call.query.shape[:-3], call.query.shape[-3]

@@ -125,23 +125,28 @@ def report_of_calls(
     """
     reports = ModelReport()
     for name, seen in calls:
-        if not seen:
-            raise ValueError(
-                f"The adapter {name!r} saw no call: call the whole model. A lifted transformation "
-                "around it must pass the calls on: nn.scan and nn.vmap by attention_calls in their "
-                "variable_axes, nnx.scan and nnx.vmap by an axis of the layers that is not None."
-            )
+        check_seen(name, seen)
         for number, one in enumerate(seen):
             which = f" (call {number})" if len(seen) > 1 else ""
             for place, layer in one.layers():
-                reports[f"{name}{place}{which}"] = _report(name + place, layer, relative_error)
+                reports[f"{name}{place}{which}"] = _report(layer, relative_error)
     return reports
 
 
-def _report(name: str, seen: SeenCall, relative_error: float) -> LayerReport:
-    """Returns the report of one layer."""
-    if not bool(seen.is_valid):
+def check_seen(name: str, seen: Sequence[SeenCall]) -> None:
+    """Raises ``ValueError`` if an adapter has seen no call, or a mask that it cannot honor."""
+    if not seen:
+        raise ValueError(
+            f"The adapter {name!r} saw no call: call the whole model. A lifted transformation "
+            "around it must pass the calls on: nn.scan and nn.vmap by attention_calls in their "
+            "variable_axes, nnx.scan and nnx.vmap by an axis of the layers that is not None."
+        )
+    if not all(bool(jnp.all(one.is_valid)) for one in seen):
         raise ValueError(f"The mask of the adapter {name!r} cannot be honored: its output is NaN.")
+
+
+def _report(seen: SeenCall, relative_error: float) -> LayerReport:
+    """Returns the report of one layer."""
     mechanism, request = seen.mechanism, seen.request
     real = None if request.real is None else jnp.swapaxes(request.real[..., 0], -1, -2)
     report = report_of(mechanism.estimator(), request.call, real=real)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax._src.integrations.nnx.observers import CalibrationMoments
+from simrf_jax._src.integrations.nnx.observers import Observer
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.models.config import ViTConfig
 from simrf_jax._src.models.layers import DROPOUT_MASK, dropout, sum_bias_gradients_by_products
@@ -144,14 +144,14 @@ def apply_layers(
     if isinstance(layers, TransformerLayer):
         graphdef, stacked = nnx.split(layers)
         apply = _function(graphdef, config, impl)
-        x, moments = jax.lax.scan(lambda x, layer: apply(x, *layer), x, (stacked, keys))
-        nnx.update(layers, moments)
+        x, observed = jax.lax.scan(lambda x, layer: apply(x, *layer), x, (stacked, keys))
+        nnx.update(layers, observed)
         return x
     for number, layer in enumerate(layers):
         graphdef, state = nnx.split(layer)
         apply = _function(graphdef, config, impl)
-        x, moments = apply(x, state, None if keys is None else keys[number])
-        nnx.update(layer, moments)
+        x, observed = apply(x, state, None if keys is None else keys[number])
+        nnx.update(layer, observed)
     return x
 
 
@@ -160,8 +160,8 @@ def _function(
 ) -> Callable[..., tuple[jax.Array, nnx.State]]:
     """Returns a layer as a function of its input, its state and the data of its dropout keys.
 
-    The function returns the output, and the moments that ``calibrate`` accumulates, which are empty
-    outside ``calibrate``.
+    The function returns the output, and what the observers of ``calibrate``, ``attention_report``
+    and the like have seen, which is empty outside of them.
     """
 
     def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> tuple[jax.Array, nnx.State]:
@@ -169,7 +169,7 @@ def _function(
         wrapped = None
         if keys is not None:
             wrapped = tuple(jax.random.wrap_key_data(key, impl=impl) for key in keys)
-        return layer(x, wrapped), nnx.state(layer, CalibrationMoments)
+        return layer(x, wrapped), nnx.state(layer, Observer)
 
     if config.remat == "none":
         return apply

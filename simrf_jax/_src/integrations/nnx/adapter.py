@@ -67,7 +67,7 @@ class Adapter(nnx.Module):
         )
 
     @abc.abstractmethod
-    def _mechanism(self, num_heads: int) -> Mechanism:
+    def mechanism(self, num_heads: int) -> Mechanism:
         """Returns the attention of ``num_heads`` query heads, with its arrays."""
 
     @abc.abstractmethod
@@ -167,7 +167,7 @@ class Adapter(nnx.Module):
             precision=precision,
             module=module,
         )
-        mechanism = self._mechanism(query.shape[-2])
+        mechanism = self.mechanism(query.shape[-2])
         self._observe(request, mechanism)
         if not self.decode:
             return flax_attention.attend(mechanism, request)
@@ -243,7 +243,7 @@ class Adapter(nnx.Module):
 
         for _ in self.stack_shape():
             init = jax.vmap(init)
-        self.cache = nnx.Cache(init(self._mechanism(self.num_heads)))
+        self.cache = nnx.Cache(init(self.mechanism(self.num_heads)))
 
 
 def features_key(rngs: nnx.Rngs) -> jax.Array:

@@ -97,7 +97,7 @@ def calibrate(
         path: CalibrationMoments(flax_calibration.no_moments(own)) for path, own in before.items()
     }
     with observing(adapters, sums):
-        compiled = _compiled(_call if call is None else call)
+        compiled = compiled_call(call)
         for batch in flax_calibration.logged(batches):
             compiled(model, batch)
     fitted = flax_calibration.fit_adapters(
@@ -118,6 +118,11 @@ def _rows(adapter: RandomFeatureAttention) -> list[nnx.Variable]:
     if adapter.learned is not None:
         return [adapter.learned.query_rows, adapter.learned.key_rows]
     return [] if adapter.projection is None else [adapter.projection]
+
+
+def compiled_call(call: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
+    """Returns ``call``, or the call of a model with a batch, compiled by ``nnx.jit``."""
+    return _compiled(_call if call is None else call)
 
 
 def _call(model: Any, batch: Any) -> Any:

@@ -146,7 +146,7 @@ class FMMAttention(Adapter):
         shown = {"num_features": sizes, "bandwidth": self.bandwidth, "feature_maps": maps}
         return shown | flax_repr.drawn_by(drawn_by)
 
-    def _mechanism(self, num_heads: int) -> Blend:
+    def mechanism(self, num_heads: int) -> Blend:
         return flax_attention.blend(
             get_value(self.projections),
             feature_maps=self.feature_maps,

@@ -238,7 +238,8 @@ class RandomFeatureAttention(Adapter):
             return "calibrated" if self.learned is None else "learned"
         return flax_repr.name_of_map(self.feature_map)
 
-    def _mechanism(self, num_heads: int) -> RandomFeatureMechanism:
+    def mechanism(self, num_heads: int) -> RandomFeatureMechanism:
+        """Returns the attention of any number of query heads, with its arrays."""
         del num_heads
         w, feature_map = None, self._map()
         if self.projection is not None:

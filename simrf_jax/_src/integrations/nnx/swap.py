@@ -27,6 +27,18 @@ class Swap:
     before: dict[str, Callable[..., Any]]
     after: dict[str, RandomFeatureAttention]
 
+    @classmethod
+    def make(
+        cls,
+        layers: dict[str, nnx.MultiHeadAttention],
+        after: dict[str, RandomFeatureAttention],
+    ) -> Swap:
+        """Gives each layer its adapter, in place, and returns the swap."""
+        before = {path: layer.attention_fn for path, layer in layers.items()}
+        for path, layer in layers.items():
+            _put(layer, after[path])
+        return cls(layers, before, after)
+
     def undo(self) -> None:
         """Restores the previous attention of each layer.
 
@@ -111,10 +123,7 @@ def swap_attention(
     adapters = {
         path: _adapter(path, layer, num_features, rngs, options) for path, layer in layers.items()
     }
-    before = {path: layer.attention_fn for path, layer in layers.items()}
-    for path, layer in layers.items():
-        _put(layer, adapters[path])
-    return Swap(layers, before, adapters)
+    return Swap.make(layers, adapters)
 
 
 def _adapter(

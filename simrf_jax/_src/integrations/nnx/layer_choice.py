@@ -1,0 +1,311 @@
+"""The choice of features, band and exact keys for the attention of one layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from simrf_jax._src.attention import RandomFeatureMechanism
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.inspection.all_pairs import far_weights
+from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.features.learned import Learned
+from simrf_jax._src.integrations import flax_attention, flax_calibration, flax_distillation
+from simrf_jax._src.integrations.flax_attention import Request
+from simrf_jax._src.integrations.flax_report import SeenCall
+from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+
+
+class Option(NamedTuple):
+    """The sizes of a layer's attention, by the keywords of ``RandomFeatureAttention``."""
+
+    num_features: int
+    exact_bandwidth: int | None
+    exact_keys: int | tuple[int, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerChoice:
+    """The attention that ``linearize`` chose for one layer, and its error on held-out batches.
+
+    Attributes:
+      num_features: Number of features of each head.
+      exact_bandwidth: Distance over which queries see keys exactly, or None.
+      exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None.
+      is_learned: True if the features were learned, False if they are calibrated.
+      operations: Multiplications, relative to those of exact attention at the same length.
+      relative_error: Squared error of the outputs divided by their squared norm, given exact
+        inputs, as the mean over heads and sequences.
+      standard_error: Its standard error over sequences.
+      is_reached: True if the mean plus one standard error is at most the requested error, or none
+        was requested.
+      far_share: ``[N]``, the part of each head's attention weights that belongs to keys of the far
+        field, which features estimate; the mean over queries.
+      softmax_far_share: ``[N]``, the part of the softmax weights at the same keys.
+    """
+
+    num_features: int
+    exact_bandwidth: int | None
+    exact_keys: int | tuple[int, ...] | None
+    is_learned: bool
+    operations: float
+    relative_error: float
+    standard_error: float
+    is_reached: bool
+    far_share: np.ndarray
+    softmax_far_share: np.ndarray
+
+
+class Learning(NamedTuple):
+    """Steps of Adam that learn the features of a layer.
+
+    Attributes:
+      num_steps: Number of steps, each on one call of the attention.
+      learning_rate: Learning rate of the first step. It falls to 0 along half a cosine.
+    """
+
+    num_steps: int
+    learning_rate: float
+
+
+class Judged(NamedTuple):
+    """An adapter, and the mean and the standard error of its relative squared error."""
+
+    adapter: RandomFeatureAttention
+    error: float
+    standard_error: float
+
+    def bound(self) -> float:
+        """Returns the mean plus one standard error."""
+        return self.error + self.standard_error
+
+
+class Layer:
+    """What the attention of a layer was called with, by a model with exact attention.
+
+    Args:
+      make: Function of keywords that returns an adapter for this layer.
+      calibration: The fit to queries and keys of the fitting batches.
+      fit: Calls to learn from.
+      test: Calls of held-out batches.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., RandomFeatureAttention],
+        calibration: Calibrated,
+        fit: Sequence[SeenCall],
+        test: Sequence[SeenCall],
+    ):
+        self.make, self.calibration, self.fit, self.test = make, calibration, fit, test
+        self.outputs = [_attend(seen.mechanism, seen.request) for seen in test]
+        if not all(bool(jnp.all(jnp.isfinite(output))) for output in self.outputs):
+            raise ValueError("Attention outputs of held_out must be finite, got others.")
+
+    def choose(
+        self,
+        options: Iterable[Option],
+        *,
+        relative_error: float | None,
+        budget: float | None,
+        learning: Learning | None,
+        prng_key: jax.Array,
+    ) -> tuple[RandomFeatureAttention, LayerChoice]:
+        """Returns the cheapest attention that reaches an error, or else the best one.
+
+        Args:
+          options: Sizes to try.
+          relative_error: The error to reach; None to find the best.
+          budget: Most operations relative to exact attention; None for no limit.
+          learning: How to learn the features of an option whose calibrated features do not reach
+            the error; None for not at all.
+          prng_key: PRNG key of the order of the calls to learn from.
+
+        Raises:
+          ValueError: If no option is within the budget.
+        """
+        judged: list[tuple[Judged, Option, float, bool]] = []
+
+        def is_reached() -> bool:
+            return relative_error is not None and judged[-1][0].bound() <= relative_error
+
+        for option, cost in self._within(options, budget):
+            adapter = self.make(
+                **option._asdict(),
+                feature_map=self.calibration,
+                coupling="cross_polytope",
+                norms="pair",
+            )
+            judged.append((self._judge(adapter), option, cost, False))
+            if learning is not None and not is_reached():
+                adapter = self._learned(adapter, option, learning, prng_key)
+                judged.append((self._judge(adapter), option, cost, True))
+            if is_reached():
+                break
+        best, option, cost, is_learned = min(judged, key=lambda one: one[0].bound())
+        return best.adapter, LayerChoice(
+            *option,
+            is_learned,
+            cost,
+            best.error,
+            best.standard_error,
+            relative_error is None or best.bound() <= relative_error,
+            *self._far_shares(best.adapter),
+        )
+
+    def _within(
+        self, options: Iterable[Option], budget: float | None
+    ) -> list[tuple[Option, float]]:
+        """Returns the options that this layer can take, and their costs, cheapest first."""
+        call = self.test[0].request.call
+        if call.is_causal or call.segment_ids is not None:
+            # The choice of some keys by all queries would look ahead, or into other segments.
+            options = [
+                option._replace(exact_keys=None) if isinstance(option.exact_keys, int) else option
+                for option in options
+            ]
+        calls = [seen.request.call for seen in self.test]
+        costs = {
+            option: float(np.mean([operations(option, one) for one in calls])) for option in options
+        }
+        ordered = sorted(costs.items(), key=lambda item: item[1])
+        within = [item for item in ordered if budget is None or item[1] <= budget]
+        if not within:
+            raise ValueError(
+                "budget must allow the cheapest option, which takes "
+                f"{ordered[0][1]:.3g} times the operations of exact attention at "
+                f"{call.query.shape[-3]} tokens, got {budget}."
+            )
+        return within
+
+    def _judge(self, adapter: RandomFeatureAttention) -> Judged:
+        errors = []
+        for seen, exact in zip(self.test, self.outputs, strict=True):
+            mechanism = adapter.mechanism(seen.request.call.query.shape[-2])
+            one, counts = _relative_errors(mechanism, seen.request, exact)
+            errors.append(np.asarray(one, np.float64)[np.asarray(counts)])
+        every = np.concatenate(errors)
+        if len(every) < 2:
+            raise ValueError(
+                f"held_out must have two sequences or more, for a standard error, got {len(every)}."
+            )
+        return Judged(adapter, float(every.mean()), float(every.std(ddof=1) / len(every) ** 0.5))
+
+    def _learned(
+        self,
+        adapter: RandomFeatureAttention,
+        option: Option,
+        learning: Learning,
+        prng_key: jax.Array,
+    ) -> RandomFeatureAttention:
+        """Returns the adapter with learned features, which start as its own."""
+        mechanism = adapter.mechanism(self.test[0].request.call.query.shape[-2])
+        mechanism = dataclasses.replace(mechanism, projection=None)
+        # The second row of each pair is the negative of the first.
+        projection: Any = adapter.projection
+        learned = Learned.start(get_value(projection)[..., ::2, :], self.calibration)
+        optimizer = _adam(learning)
+        state = optimizer.init(learned)
+        numbers = jax.random.randint(prng_key, (learning.num_steps,), 0, len(self.fit))
+        for number in np.asarray(numbers):
+            request = self.fit[number].request
+            learned, state = _learn(learned, state, mechanism, request, optimizer=optimizer)
+        sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
+        return self.make(**sizes, feature_map=learned)
+
+    def _far_shares(self, adapter: RandomFeatureAttention) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the share of the far field in the weights of features, and of softmax."""
+        sums, count = np.zeros(()), np.zeros(())
+        for seen in self.test:
+            call = seen.request.call
+            mechanism = adapter.mechanism(call.query.shape[-2])
+            *shares, sees = far_weights(mechanism.estimator(), call)
+            real, _ = flax_calibration.real_tokens(seen.request)
+            sees &= real[..., None, :]
+            one = np.array([np.where(sees, share, 0) for share in shares], np.float64)
+            sums = sums + one.sum(axis=(*range(1, one.ndim - 2), -1))
+            counted = np.asarray(sees)
+            count = count + counted.sum(axis=(*range(counted.ndim - 2), -1))
+        of_features, of_softmax = sums / np.maximum(count, 1)
+        return of_features, of_softmax
+
+
+def operations(option: Option, call: Call) -> float:
+    """Returns the multiplications of a call, relative to those of exact attention.
+
+    Exact attention multiplies each query with each key that it sees, and each weight with a value.
+    Features take a product with W, half of it because rows come in pairs, and one with the values,
+    for each query and each key.
+    """
+    length, key_length = call.query.shape[-3], call.key.shape[-3]
+    dim, value_dim = call.key.shape[-1], call.value.shape[-1]
+    position = np.arange(length)
+    last = np.minimum(position, key_length - 1) if call.is_causal else key_length - 1
+    num_exact = 0.0
+    if isinstance(option.exact_keys, int):
+        num_exact += length * option.exact_keys
+    elif option.exact_keys is not None:
+        num_exact += length * len(option.exact_keys)
+    if (bandwidth := option.exact_bandwidth) is not None:
+        first = np.maximum(position - bandwidth, 0)
+        in_band = np.minimum(position + bandwidth, last) - first + 1
+        num_exact += np.sum(np.maximum(in_band, 0))
+    of_features = (length + key_length) * option.num_features * (dim / 2 + value_dim)
+    num_pairs = np.sum(np.broadcast_to(last + 1, (length,)))
+    width = dim + value_dim
+    return float((num_exact * width + of_features) / (num_pairs * width))
+
+
+@jax.jit
+def _attend(mechanism: RandomFeatureMechanism, request: Request) -> jax.Array:
+    return flax_attention.attend(mechanism, request)
+
+
+@jax.jit
+def _relative_errors(
+    mechanism: RandomFeatureMechanism, request: Request, exact: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the error of each sequence, the mean over heads; and False where all is padding."""
+    real, _ = flax_calibration.real_tokens(request)
+
+    def squares(x: jax.Array) -> jax.Array:
+        x = jnp.where(real[..., None, None], x.astype(jnp.float32), 0)
+        return jnp.sum(jnp.square(x), axis=(-3, -1))
+
+    error, norm = squares(flax_attention.attend(mechanism, request) - exact), squares(exact)
+    counts = norm > 0
+    errors = jnp.where(counts, error / jnp.where(counts, norm, 1), 0)
+    return jnp.sum(errors, -1) / jnp.maximum(jnp.sum(counts, -1), 1), jnp.any(counts, -1)
+
+
+@functools.lru_cache(maxsize=8)  # Each optimizer compiles a program.
+def _adam(learning: Learning) -> optax.GradientTransformation:
+    return optax.adam(optax.cosine_decay_schedule(learning.learning_rate, learning.num_steps))
+
+
+@functools.partial(jax.jit, static_argnames="optimizer")
+def _learn(
+    learned: Learned,
+    state: optax.OptState,
+    mechanism: RandomFeatureMechanism,
+    request: Request,
+    *,
+    optimizer: optax.GradientTransformation,
+) -> tuple[Learned, optax.OptState]:
+    """Returns learned features, and the state of their optimizer, after a step of distillation."""
+
+    def loss(learned: Learned) -> jax.Array:
+        own = dataclasses.replace(mechanism, feature_map=learned)
+        return flax_distillation.loss_of_call(request, own)
+
+    # The calibration has no gradient, so Adam does not change it.
+    updates, state = optimizer.update(jax.grad(loss)(learned), state)
+    return optax.apply_updates(learned, updates), state

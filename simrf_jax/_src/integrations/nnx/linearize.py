@@ -1,0 +1,316 @@
+"""Conversion of a trained model to random-feature attention, in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from simrf_jax._src import checks
+from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.flax_calibration import LOGGER
+from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
+from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.nnx.adapter import features_key
+from simrf_jax._src.integrations.nnx.calibration import compiled_call
+from simrf_jax._src.integrations.nnx.layer_choice import Layer, LayerChoice, Learning, Option
+from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
+from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.nnx.swap import Swap, swap_attention
+
+_ALL_TOKENS = 2**30  # An exact band this wide is softmax attention.
+_CHOSEN = ("feature_map", "coupling", "norms", "decode")  # Options that the function sets itself.
+
+
+@dataclasses.dataclass(frozen=True)
+class Linearization:
+    """What ``linearize`` did to a model, and how close it comes; prints as a table.
+
+    Attributes:
+      layers: The choice for each layer, by its path in the model.
+      relative_error: The requested error of each layer, or None.
+      output_error: Squared error of the model's outputs on the held-out batches, divided by their
+        squared norm. Outputs are all floating arrays that the model returns. NaN if there are none
+        or all are zeros, as is the cosine.
+      output_cosine: Mean cosine of the vectors along the last axis of the outputs to those before.
+      swap: The swap of the layers; ``swap.undo()`` restores the model.
+    """
+
+    layers: dict[str, LayerChoice]
+    relative_error: float | None
+    output_error: float
+    output_cosine: float
+    swap: Swap
+
+    def __str__(self) -> str:
+        width = max(map(len, ("layer", *self.layers)))
+        titles = ("features", "band", "keys", "fit", "cost", "error", "far", "softmax far")
+        lines = [f"{'layer':<{width}}" + _row(titles)]
+        lines += [f"{path:<{width}}" + _row(_cells(one)) for path, one in self.layers.items()]
+        lines.append(
+            f"Output of the model: relative squared error {self.output_error:.3g}, cosine "
+            f"{self.output_cosine:.4f}."
+        )
+        return "\n".join([*lines, *self._missed()])
+
+    def _missed(self) -> list[str]:
+        """Returns a sentence about the layers that do not reach the requested error, if any."""
+        missed = [path for path, one in self.layers.items() if not one.is_reached]
+        if not missed:
+            return []
+        return [
+            f"{len(missed)} of {len(self.layers)} layers do not reach the relative error "
+            f"{self.relative_error:g} with any option that was tried: {', '.join(missed)}."
+        ]
+
+
+def _row(cells: Sequence[str]) -> str:
+    widths = (10, 6, 12, 12, 7, 17, 7, 13)
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+
+
+def _cells(choice: LayerChoice) -> tuple[str, ...]:
+    keys = choice.exact_keys
+    return (
+        str(choice.num_features),
+        "none" if choice.exact_bandwidth is None else str(choice.exact_bandwidth),
+        "none" if keys is None else str(keys) if isinstance(keys, int) else f"{len(keys)} given",
+        "learned" if choice.is_learned else "calibrated",
+        f"{choice.operations:.2f}",
+        f"{choice.relative_error:.4f} ± {choice.standard_error:.4f}",
+        f"{choice.far_share.mean():.3f}",
+        f"{choice.softmax_far_share.mean():.3f}",
+    )
+
+
+def linearize(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    held_out: Iterable[Any],
+    *,
+    relative_error: float | None = None,
+    budget: float | None = None,
+    num_features: Sequence[int] = (32, 64, 128, 256),
+    exact_bandwidth: Sequence[int | None] = (16,),
+    exact_keys: Sequence[int | tuple[int, ...] | None] = (8, 32),
+    num_steps: int = 0,
+    learning_rate: float = 0.1,
+    where: Callable[[str, nnx.MultiHeadAttention], bool] | None = None,
+    call: Callable[[Any, Any], Any] | None = None,
+    rngs: nnx.Rngs,
+    **options: Any,
+) -> Linearization:
+    r"""Replaces the softmax attention of a trained model, with a choice of features for each layer.
+
+    The function calls the model with all batches, records the queries, keys and values of each
+    ``nnx.MultiHeadAttention``, and fits calibrated features to those of ``batches``. For each
+    layer, it then tries all combinations of ``num_features``, ``exact_bandwidth`` and
+    ``exact_keys``, those with the fewest operations first, on the ``held_out`` batches, and chooses
+    the first whose relative error is at most ``relative_error``. The relative error of a head is
+
+    .. math:: \sum_t |\hat o_t - o_t|^2 \Big/ \sum_t |o_t|^2
+
+    for the outputs o of exact attention and those of features with the same inputs. The mean over
+    heads and sequences plus one standard error must reach the requested error. If no option does,
+    the layer gets the one with the smallest error, and a warning and the report say so. With
+    ``num_steps``, an option whose calibrated features do not reach the error is tried again with
+    features learned by distillation, before options with more operations. Finally, each layer gets
+    its adapter in place, as by ``swap_attention``.
+
+    Causal and packed attention cannot choose exact keys by all queries. Such layers treat a number
+    of ``exact_keys`` as None, but accept positions.
+
+    Queries, keys and values of all layers for the held-out batches, and with ``num_steps`` for all
+    batches, are in memory together, and the report compares all pairs of tokens of a batch: use
+    small batches. Equal arguments and keys give equal results. The logger ``simrf_jax`` reports
+    each layer at level INFO. For a progress bar, pass ``tqdm.tqdm(batches)``.
+
+    Args:
+      model: A model with ``nnx.MultiHeadAttention`` layers. Its mode is not changed: call
+        ``model.eval()`` first if it has dropout.
+      batches: Batches of the model's inputs to fit and to learn from.
+      held_out: Other batches, to judge on, with two sequences or more. Errors on the kind of data
+        that the features were fitted to say little about other kinds.
+      relative_error: The largest relative error of a layer, or None for the smallest possible.
+      budget: The most multiplications of a layer relative to those of its exact attention at the
+        length of the held-out batches, or None for no limit.
+      num_features: Numbers of features of each head to try.
+      exact_bandwidth: Bandwidths to try; None stands for no band.
+      exact_keys: Numbers of exact keys, or tuples of their positions, to try; None stands for none.
+      num_steps: Number of steps of Adam to learn the features of an option, each on one of the
+        batches; 0 for calibrated features only.
+      learning_rate: Learning rate of the first step. It falls to 0 along half a cosine.
+      where: Function of the path and the layer that returns True for layers to change; None for
+        all.
+      call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``. It is
+        compiled by ``nnx.jit``.
+      rngs: Source of the keys for W and for the steps.
+      **options: Other keywords of ``RandomFeatureAttention``, such as ``masks`` or ``is_causal``,
+        which models that pass causal masks need.
+
+    Returns:
+      The ``Linearization``, which prints as a table. Its ``swap.undo()`` restores the model.
+
+    Raises:
+      TypeError: If an option is unknown or of a wrong type, or ``linearize`` chooses it itself.
+      ValueError: If neither ``relative_error`` nor ``budget`` is given, a number is out of range,
+        there is nothing to fit, to judge or to try, an option does not fit a layer, or a layer
+        cannot be swapped; see ``swap_attention``. The model is then unchanged.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import linearize
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+      >>> x = list(jax.random.normal(rngs(), (4, 2, 50, 32)))  # Yours: data for each purpose.
+      >>> report = linearize(model, x[:2], x[2:], relative_error=0.05, rngs=rngs)
+      >>> choice = report.layers["itself"]
+      >>> choice.num_features, choice.exact_bandwidth, choice.exact_keys
+      (32, 16, 8)
+      >>> report.output_cosine > 0.95
+      True
+      >>> report.swap.undo()
+
+    References:
+      Zhang et al., LoLCATs: On Low-Rank Linearizing of Large Language Models (ICLR 2025),
+      https://arxiv.org/abs/2410.10254
+    """
+    if relative_error is None and budget is None:
+        raise ValueError("linearize needs a relative_error to reach, or a budget, got neither.")
+    for name, number in (("relative_error", relative_error), ("budget", budget)):
+        if number is not None:
+            checks.scalar(name, number, sign="positive")
+    checks.integer("num_steps", num_steps, least=0)
+    checks.scalar("learning_rate", learning_rate, sign="positive")
+    if taken := [name for name in _CHOSEN if name in options]:
+        raise TypeError(f"linearize chooses {', '.join(taken)} itself, got {options[taken[0]]!r}.")
+    tried = [
+        *itertools.starmap(Option, itertools.product(num_features, exact_bandwidth, exact_keys))
+    ]
+    if not tried:
+        raise ValueError("num_features, exact_bandwidth and exact_keys must have a value each.")
+    for given in (batches, held_out):
+        flax_calibration.check_batches(given)
+    compiled, held_out = compiled_call(call), list(held_out)
+    before = [compiled(model, batch) for batch in held_out]
+    recording = swap_attention(
+        model, 2, where=where, rngs=rngs, exact_bandwidth=_ALL_TOKENS, **options
+    )
+    try:
+        record = functools.partial(_record, compiled, model, recording.after)
+        calibrations, fit = _fit(recording.after, map(record, batches), keep=num_steps > 0)
+        test = _joined(recording.after, map(record, held_out))
+    finally:
+        recording.undo()
+    learning = Learning(num_steps, learning_rate) if num_steps else None
+    adapters, choices = {}, {}
+    for path, recorder in recording.after.items():
+        make = functools.partial(
+            RandomFeatureAttention, recorder.num_heads, recorder.head_dim, rngs=rngs, **options
+        )
+        layer = Layer(make, calibrations[path], fit[path], test[path])
+        adapters[path], choices[path] = layer.choose(
+            tried,
+            relative_error=relative_error,
+            budget=budget,
+            learning=learning,
+            prng_key=features_key(rngs),
+        )
+        _log(path, choices[path], len(choices), len(recording.after))
+    swap = Swap.make(recording.layers, adapters)
+    after = [compiled(model, batch) for batch in held_out]
+    report = Linearization(choices, relative_error, *_compare(after, before), swap)
+    for sentence in report._missed():
+        warnings.warn(sentence, stacklevel=2)
+    return report
+
+
+def _record(
+    compiled: Callable[[Any, Any], Any],
+    model: nnx.Module,
+    adapters: dict[str, RandomFeatureAttention],
+    batch: Any,
+) -> dict[str, list[SeenCall]]:
+    """Returns the calls of each adapter for a batch."""
+    calls = {path: AttentionCalls(()) for path in adapters}
+    with observing(adapters, calls):
+        compiled(model, batch)
+    found = {path: get_value(own) for path, own in calls.items()}
+    for path, seen in found.items():
+        check_seen(path, seen)
+    return {path: [_without_trivial_mask(one) for one in seen] for path, seen in found.items()}
+
+
+def _without_trivial_mask(seen: SeenCall) -> SeenCall:
+    """Returns a call without its mask of queries if that hides none; learning accepts no other."""
+    real = seen.request.real
+    if real is None or not bool(jnp.all(real)):
+        return seen
+    return dataclasses.replace(seen, request=seen.request._replace(real=None))
+
+
+def _fit(
+    adapters: dict[str, RandomFeatureAttention],
+    recorded: Iterable[dict[str, list[SeenCall]]],
+    *,
+    keep: bool,
+) -> tuple[dict[str, Calibrated], dict[str, list[SeenCall]]]:
+    """Returns the calibration of each layer, and the calls if they are to be kept."""
+    sums = {
+        path: flax_calibration.no_moments(Calibrated.identity(one.num_heads, one.head_dim))
+        for path, one in adapters.items()
+    }
+    kept: dict[str, list[SeenCall]] = {path: [] for path in adapters}
+    for calls in flax_calibration.logged(recorded):
+        for path, seen in calls.items():
+            for one in seen:
+                sums[path] = flax_calibration.add_moments(sums[path], one.request)
+            if keep:
+                kept[path] += seen
+    fitted = {
+        path: flax_calibration.fit_stack(own, center=True, balance=True, tilt="log")
+        for path, own in sums.items()
+    }
+    return fitted, kept
+
+
+def _joined(
+    adapters: dict[str, RandomFeatureAttention], recorded: Iterable[dict[str, list[SeenCall]]]
+) -> dict[str, list[SeenCall]]:
+    """Returns the calls of each layer for all batches."""
+    batches = list(recorded)
+    if not batches:
+        raise ValueError("held_out must have two sequences or more, got none.")
+    return {path: [one for calls in batches for one in calls[path]] for path in adapters}
+
+
+def _log(path: str, choice: LayerChoice, number: int, count: int) -> None:
+    if LOGGER.isEnabledFor(logging.INFO):
+        cells = ", ".join(" ".join(cell.split()) for cell in _cells(choice))
+        LOGGER.info("linearize: layer %d of %d, %s: %s", number, count, path, cells)
+
+
+def _compare(after: Any, before: Any) -> tuple[float, float]:
+    """Returns the relative squared error of outputs, and the mean cosine of their vectors."""
+    error = norm = 0.0
+    cosines: list[float] = []
+    for one, exact in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        if not jnp.issubdtype(jnp.result_type(exact), jnp.floating):
+            continue
+        x, y = (np.atleast_1d(np.asarray(output, np.float64)) for output in (one, exact))
+        error, norm = error + np.sum((x - y) ** 2), norm + np.sum(y**2)
+        lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
+        cosines += (np.sum(x * y, axis=-1)[lengths != 0] / lengths[lengths != 0]).tolist()
+    return error / norm if norm else math.nan, float(np.mean(cosines)) if cosines else math.nan

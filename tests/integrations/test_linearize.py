@@ -1,0 +1,313 @@
+"""Trained models whose attention is replaced in one call, judged on held-out batches."""
+
+import functools
+import logging
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import simrf_jax
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.integrations.nnx.layer_choice import Option, operations
+from simrf_jax.integrations import nnx as adapters
+from simrf_jax.models import ViT, ViTConfig
+from tests.tiers import slow_but
+
+WIDTH, HEADS, LENGTH = 16, 2, 12
+DIM = WIDTH // HEADS
+SMALL = {"num_features": (4,), "exact_bandwidth": (1,), "exact_keys": (2,)}
+
+
+class Model(nnx.Module):
+    """Two layers of attention whose weights are far from uniform."""
+
+    def __init__(self, is_causal=False, takes_mask=False):
+        rngs = nnx.Rngs(0)
+        options = {"kernel_init": nnx.initializers.normal(0.35), "decode": False, "rngs": rngs}
+        self.lower, self.upper = (nnx.MultiHeadAttention(HEADS, WIDTH, **options) for _ in range(2))
+        self.is_causal, self.takes_mask = is_causal, takes_mask
+
+    def __call__(self, x):
+        options = {"is_causal": self.is_causal}
+        if self.takes_mask:
+            options = {"mask": nnx.make_causal_mask(x[..., 0])}
+        x = x + self.lower(x, **options)
+        return x + self.upper(x / 2, **options)
+
+
+def batches(seed=1):
+    return list(jax.random.normal(jax.random.key(seed), (2, 3, LENGTH, WIDTH)))
+
+
+def linearize(model, held_out=None, *, seed=0, **options):
+    held_out = batches(2) if held_out is None else held_out
+    options = {"relative_error": 10.0} | SMALL | options
+    return adapters.linearize(model, batches(), held_out, rngs=nnx.Rngs(seed), **options)
+
+
+def weights(logits):
+    w = np.exp(logits - logits.max(-1, keepdims=True))
+    return w / w.sum(-1, keepdims=True)
+
+
+def heads_of(layer, x):
+    """Returns queries, keys and values [batch, heads, length, dim] in float64."""
+    for name in ("query", "key", "value"):
+        one = getattr(layer, name)
+        kernel, bias = (np.asarray(p[...], np.float64) for p in (one.kernel, one.bias))
+        yield np.einsum("btw,whd->bhtd", x, kernel) + bias[:, None]
+
+
+def judged(layer, adapter, x, is_causal):
+    """Returns error, standard error and both far shares of a layer from all pairs in float64."""
+    q, k, v = heads_of(layer, x)
+    logits = q @ k.swapaxes(-1, -2) / DIM**0.5
+    past = np.tri(LENGTH, dtype=bool) if is_causal else np.ones((LENGTH, LENGTH), bool)
+    exact = weights(np.where(past, logits, -np.inf))
+    mechanism = adapter.mechanism(HEADS)
+    keys = mechanism.exact_keys
+    call = [jnp.asarray(np.moveaxis(one, 1, 2), jnp.float32) for one in (q, k)]
+    implied = np.asarray(
+        simrf_jax.attention_matrix(
+            *call,
+            mechanism.projection,
+            feature_map=mechanism.feature_map,
+            exact_bandwidth=mechanism.exact_bandwidth,
+            exact_keys=None if keys is None else keys.count,
+            is_causal=is_causal,
+        ),
+        np.float64,
+    )
+    out, expected = implied @ v, exact @ v
+    ratio = ((out - expected) ** 2).sum((-2, -1)) / (expected**2).sum((-2, -1))
+    errors = ratio.mean(-1)
+    # At keys with exact weights, ratios of the two kinds of weights are one number for each query.
+    near = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH)))
+    far = np.broadcast_to(near > mechanism.exact_bandwidth, implied.shape).copy()
+    if keys is not None:
+        features = simrf_jax.attention_matrix(
+            *call, mechanism.projection, feature_map=mechanism.feature_map
+        )
+        chosen = np.argsort(-np.asarray(features).sum(-2), axis=-1)[..., : keys.count]
+        for batch, head in np.ndindex(chosen.shape[:2]):
+            far[batch, head][:, chosen[batch, head]] = False
+    shares = [np.where(far, w, 0).sum(-1).mean((0, 2)) for w in (implied, exact)]
+    return errors.mean(), errors.std(ddof=1) / len(errors) ** 0.5, *shares
+
+
+@pytest.mark.parametrize("is_causal", slow_but([False], [False, True]))
+def test_the_report_says_what_all_pairs_in_float64_say(is_causal):
+    model = Model(is_causal)
+    x = np.concatenate(batches(2)).astype(np.float64)
+    report = linearize(model)
+    assert list(report.layers) == ["lower", "upper"]
+    choice = report.layers["lower"]
+    assert choice.exact_keys == (None if is_causal else 2)
+    error, spread, share, softmax_share = judged(
+        model.lower, model.lower.attention_fn, x, is_causal
+    )
+    np.testing.assert_allclose(choice.relative_error, error, rtol=1e-4)
+    np.testing.assert_allclose(choice.standard_error, spread, rtol=1e-4)
+    np.testing.assert_allclose(choice.far_share, share, rtol=1e-4)
+    np.testing.assert_allclose(choice.softmax_far_share, softmax_share, rtol=1e-4)
+    after = np.concatenate([model(one) for one in batches(2)]).astype(np.float64)
+    before = np.concatenate([Model(is_causal)(one) for one in batches(2)]).astype(np.float64)
+    lengths = np.linalg.norm(after, axis=-1) * np.linalg.norm(before, axis=-1)
+    cosine = ((after * before).sum(-1) / lengths).mean()
+    np.testing.assert_allclose(report.output_cosine, cosine, rtol=1e-5)
+    expected = ((after - before) ** 2).sum() / (before**2).sum()
+    np.testing.assert_allclose(report.output_error, expected, rtol=1e-4)
+
+
+def test_queries_and_keys_are_fitted_as_calibrate_does():
+    model = Model()
+    linearize(model, where=lambda path, layer: path == "lower")
+    alone = Model()
+    alone.lower.attention_fn = nnx.data(
+        adapters.RandomFeatureAttention(HEADS, DIM, 4, feature_map="calibrated", rngs=nnx.Rngs(0))
+    )
+    adapters.calibrate(alone, batches())
+    fitted, expected = (nnx.state(one, adapters.Calibration) for one in (model, alone))
+    chex.assert_trees_all_close(fitted, expected, rtol=1e-4)
+
+
+def test_the_cheapest_option_that_reaches_the_error_is_chosen():
+    options = {"num_features": (4, 32), "exact_keys": (None, 2)}
+    errors = {}
+    for features, keys in ((4, None), (4, 2), (32, None), (32, 2)):
+        one = linearize(Model(), num_features=(features,), exact_keys=(keys,))
+        errors[features, keys] = one.layers["lower"]
+    costs = [one.operations for one in errors.values()]
+    assert costs == sorted(costs)
+    bounds = {k: one.relative_error + one.standard_error for k, one in errors.items()}
+    assert bounds[4, 2] < bounds[4, None]
+    # Any two draws of W differ by less than this margin.
+    wish = (bounds[4, 2] + bounds[4, None]) / 2
+    choice = linearize(Model(), relative_error=wish, **options).layers["lower"]
+    assert (choice.num_features, choice.exact_keys) == (4, 2)
+    assert choice.is_reached
+    assert choice.relative_error + choice.standard_error <= wish
+    # Without a wish, the best option within the budget.
+    choice = linearize(Model(), relative_error=None, budget=1e3, **options).layers["lower"]
+    assert (choice.num_features, choice.exact_keys) == (32, 2)
+
+
+def test_a_wish_that_nothing_reaches_is_reported():
+    model = Model()
+    sentence = (
+        "2 of 2 layers do not reach the relative error 1e-06 with any option that was tried: "
+        "lower, upper"
+    )
+    with pytest.warns(UserWarning, match=sentence):
+        report = linearize(model, relative_error=1e-6)
+    assert not report.layers["lower"].is_reached
+    assert sentence in str(report)
+    assert isinstance(model.lower.attention_fn, adapters.RandomFeatureAttention)
+
+
+def test_learned_features_start_at_calibrated_ones_and_come_nearer():
+    few = {"where": lambda path, layer: path == "lower", "relative_error": 1e-9}
+    few |= {"held_out": batches()}  # Twelve tokens are too few to learn from for others.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        calibrated = linearize(Model(), **few).layers["lower"]
+        model = Model()
+        learned = linearize(model, num_steps=30, learning_rate=0.05, **few).layers["lower"]
+        unchanged = linearize(Model(), num_steps=1, learning_rate=1e-9, **few).layers["lower"]
+    assert learned.is_learned
+    assert model.lower.attention_fn.learned is not None
+    assert learned.relative_error < 0.9 * calibrated.relative_error
+    np.testing.assert_allclose(unchanged.relative_error, calibrated.relative_error, rtol=1e-4)
+
+
+def test_undo_restores_the_model_and_equal_keys_give_equal_results():
+    model, x = Model(), batches()[0]
+    before = model(x)
+    first = linearize(model)
+    after = model(x)
+    first.swap.undo()
+    chex.assert_trees_all_equal(model(x), before)
+    again = linearize(model)
+    chex.assert_trees_all_equal(model(x), after)
+    assert str(again) == str(first)
+
+
+@pytest.mark.slow
+def test_masks_of_causal_models_are_understood():
+    reports = [
+        linearize(Model(is_causal=True)),
+        linearize(Model(takes_mask=True), is_causal=True),
+    ]
+    errors = [report.layers["lower"].relative_error for report in reports]
+    np.testing.assert_allclose(*errors, rtol=1e-4)
+    learned = linearize(Model(takes_mask=True), is_causal=True, num_steps=1, budget=1e3)
+    assert learned.layers["lower"].exact_keys is None
+
+
+@pytest.mark.slow
+def test_padding_does_not_count():
+    def call(model, batch):
+        x, mask = batch
+        return model.lower(x, mask=mask[:, None, None])
+
+    x, mask = batches(2)[0], np.broadcast_to(np.arange(LENGTH) < 8, (3, LENGTH))
+    padded = [(x.at[:, 8:].set(10.0), mask)]
+    short = [(x[:, :8], mask[:, :8])]
+    found = []
+    for held_out in (padded, short):
+        model = Model()
+        report = adapters.linearize(
+            model,
+            padded,
+            held_out,
+            relative_error=10.0,
+            call=call,
+            where=lambda path, layer: path == "lower",
+            rngs=nnx.Rngs(0),
+            **SMALL,
+        )
+        found.append(report.layers["lower"])
+    for name in ("relative_error", "standard_error", "far_share", "softmax_far_share"):
+        np.testing.assert_allclose(*(getattr(one, name) for one in found), rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_vit():
+    config = ViTConfig(
+        image_size=(8, 8),
+        patch_size=2,
+        channels=1,
+        num_classes=3,
+        width=16,
+        depth=2,
+        num_heads=2,
+        mlp_dim=16,
+        attention="exact",
+        dtype="float32",
+    )
+    model = ViT(config, rngs=nnx.Rngs(0))
+    model.head.kernel[...] = jax.random.normal(jax.random.key(0), model.head.kernel.shape)
+    images = list(jax.random.normal(jax.random.key(1), (2, 3, 8, 8, 1)))
+    report = adapters.linearize(
+        model,
+        images[:1],
+        images[1:],
+        relative_error=1e-4,
+        num_features=(2,),
+        exact_keys=(16,),  # All patches.
+        rngs=nnx.Rngs(0),
+    )
+    assert list(report.layers) == ["blocks.0.attention", "blocks.1.attention"]
+    assert report.output_error < 1e-4
+    np.testing.assert_allclose(report.output_cosine, 1, atol=1e-4)
+
+
+def test_operations_are_those_of_the_pairs():
+    x = jnp.zeros((1, 10, 1, 4))
+    bidirectional, causal = Call.of(x, x, x), Call.of(x, x, x, is_causal=True)
+    assert operations(Option(10, None, None), bidirectional) == 2 * 10 * 10 * 6 / (100 * 8)
+    distance = np.abs(np.subtract.outer(np.arange(10), np.arange(10)))
+    in_band = (distance <= 3).sum()
+    expected = (in_band + 20 * 0.75 * 8 + 10 * 5) / 100
+    assert operations(Option(8, 3, 5), bidirectional) == pytest.approx(expected)
+    expected = (((distance <= 3) & np.tri(10, dtype=bool)).sum() + 20 * 0.75 * 8 + 20) / 55
+    assert operations(Option(8, 3, (0, 1)), causal) == pytest.approx(expected)
+    cross = Call.of(x, x[:, :6], x[:, :6])
+    assert operations(Option(8, None, 2), cross) == pytest.approx((16 * 0.75 * 8 + 20) / 60)
+
+
+def test_progress_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="simrf_jax"):
+        linearize(Model())
+    assert "linearize: layer 2 of 2, upper: 4, 1, 2, calibrated" in caplog.text
+
+
+def test_refusals_leave_the_model_as_it_was():
+    model = Model()
+    refused = functools.partial(linearize, model)
+    with pytest.raises(ValueError, match="needs a relative_error to reach, or a budget"):
+        refused(relative_error=None)
+    with pytest.raises(ValueError, match="relative_error must be positive"):
+        refused(relative_error=0.0)
+    with pytest.raises(ValueError, match="num_steps must be at least 0"):
+        refused(num_steps=-1)
+    with pytest.raises(TypeError, match="linearize chooses feature_map itself, got 'elu'"):
+        refused(feature_map="elu")
+    with pytest.raises(ValueError, match="must have a value each"):
+        refused(num_features=())
+    with pytest.raises(TypeError, match="must be an iterable of batches"):
+        refused(jnp.zeros((2, LENGTH, WIDTH)))
+    with pytest.raises(ValueError, match=r"held_out must have two sequences or more, .* got 1"):
+        refused([batches()[0][:1]])
+    with pytest.raises(ValueError, match="held_out must have two sequences or more, got none"):
+        refused([])
+    with pytest.raises(ValueError, match=r"takes 0\.\d+ times the operations .* got 0\.01"):
+        refused(budget=0.01)
+    with pytest.raises(ValueError, match="held_out must be finite"):
+        refused([jnp.full((2, LENGTH, WIDTH), jnp.nan)])
+    assert model.lower.attention_fn is nnx.dot_product_attention
