@@ -77,35 +77,6 @@ def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRow
     return jax.tree.map(heads_first, (estimated, exact))
 
 
-@jax.jit
-def far_weights(
-    estimator: Estimator, call: Call
-) -> tuple[Float[Array, "*batch N T"], Float[Array, "*batch N T"], Bool[Array, "*batch N T"]]:
-    """Returns the sums of each query's attention weights at keys without exact weights.
-
-    Returns:
-      The sums of the weights that positive features imply, with exact weights at other keys; those
-      of softmax weights; and True at queries that see a key, which have such sums.
-
-    Raises:
-      ValueError: If features may be negative.
-    """
-    inputs, features = estimator.lay_out(call, scaled=True)
-    estimated, exact = log_kernels(estimator, call)
-    sees = jnp.any(exact > -jnp.inf, axis=-1)
-    weights = (
-        jax.nn.softmax(jnp.where(sees[..., None], logs, 0), axis=-1) for logs in (estimated, exact)
-    )
-    near = are_exact(estimator, inputs, features)
-    if near is None:
-        of_features, of_softmax = (jnp.sum(one, axis=-1) for one in weights)
-        return of_features, of_softmax, sees
-    near = jnp.broadcast_to(near, (*inputs.query.shape[:-1], near.shape[-1]))
-    far = ~jnp.swapaxes(inputs.outputs(near, dtype=bool), -3, -2)
-    of_features, of_softmax = (jnp.sum(jnp.where(far, one, 0), axis=-1) for one in weights)
-    return of_features, of_softmax, sees
-
-
 def are_exact(
     estimator: Estimator, inputs: Inputs, features: HeadMaps
 ) -> Bool[Array, "#B T #K 1 S"] | None:

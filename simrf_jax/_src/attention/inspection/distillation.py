@@ -92,10 +92,10 @@ def distillation_loss(
 def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:
     """Returns the ``distillation_loss`` of a call; its ``value`` is ignored."""
     estimated, exact = log_kernels(estimator, call)
-    return _mean_cross_entropy(estimated, jax.lax.stop_gradient(exact))
+    return mean_cross_entropy(estimated, jax.lax.stop_gradient(exact))
 
 
-def _mean_cross_entropy(
+def mean_cross_entropy(
     estimated: Float[Array, "*batch N T S"], exact: Float[Array, "*batch N T S"]
 ) -> Float[Array, ""]:
     """Returns the mean over rows that are not all minus infinity; both hide the same keys."""

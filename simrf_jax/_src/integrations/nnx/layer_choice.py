@@ -14,10 +14,12 @@ import optax
 
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.inputs.call import Call
-from simrf_jax._src.attention.inspection.all_pairs import far_weights
+from simrf_jax._src.attention.inspection.all_pairs import log_kernels
+from simrf_jax._src.attention.inspection.distillation import mean_cross_entropy
+from simrf_jax._src.attention.inspection.exact_pairs import ExactPairs, head_errors
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.features.learned import Learned
-from simrf_jax._src.integrations import flax_attention, flax_calibration, flax_distillation
+from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_attention import Request
 from simrf_jax._src.integrations.flax_report import SeenCall
 from simrf_jax._src.integrations.flax_versions import get_value
@@ -77,38 +79,52 @@ class Learning(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """An adapter, and the mean and the standard error of its relative squared error."""
+    """An option with its adapter and cost, and its error on held-out batches."""
 
+    option: Option
+    cost: float
     adapter: RandomFeatureAttention
-    error: float
-    standard_error: float
+    errors: np.ndarray  # Of each sequence.
+    far_share: np.ndarray
+    softmax_far_share: np.ndarray
+
+    def standard_error(self) -> float:
+        """Returns the standard error of the mean error."""
+        return float(self.errors.std(ddof=1) / len(self.errors) ** 0.5)
 
     def bound(self) -> float:
-        """Returns the mean plus one standard error."""
-        return self.error + self.standard_error
+        """Returns the mean error plus one standard error."""
+        return float(self.errors.mean()) + self.standard_error()
+
+    def choice(self, *, is_reached: bool) -> LayerChoice:
+        """Returns the record of this option."""
+        return LayerChoice(
+            *self.option,
+            self.adapter.learned is not None,
+            self.cost,
+            float(self.errors.mean()),
+            self.standard_error(),
+            is_reached,
+            self.far_share,
+            self.softmax_far_share,
+        )
 
 
+@dataclasses.dataclass(frozen=True)
 class Layer:
-    """What the attention of a layer was called with, by a model with exact attention.
+    """The calls of a layer's attention in a model with exact attention.
 
-    Args:
+    Attributes:
       make: Function of keywords that returns an adapter for this layer.
       calibration: The fit to queries and keys of the fitting batches.
       fit: Calls to learn from.
       test: Calls of held-out batches.
     """
 
-    def __init__(
-        self,
-        make: Callable[..., RandomFeatureAttention],
-        calibration: Calibrated,
-        fit: Sequence[SeenCall],
-        test: Sequence[SeenCall],
-    ):
-        self.make, self.calibration, self.fit, self.test = make, calibration, fit, test
-        self.outputs = [_attend(seen.mechanism, seen.request) for seen in test]
-        if not all(bool(jnp.all(jnp.isfinite(output))) for output in self.outputs):
-            raise ValueError("Attention outputs of held_out must be finite, got others.")
+    make: Callable[..., RandomFeatureAttention]
+    calibration: Calibrated
+    fit: Sequence[SeenCall]
+    test: Sequence[SeenCall]
 
     def choose(
         self,
@@ -130,13 +146,11 @@ class Layer:
           prng_key: PRNG key of the order of the calls to learn from.
 
         Raises:
-          ValueError: If no option is within the budget.
+          ValueError: If no option is within the budget, or there are too few sequences to judge on
+            or their outputs are not finite.
         """
-        judged: list[tuple[Judged, Option, float, bool]] = []
-
-        def is_reached() -> bool:
-            return relative_error is not None and judged[-1][0].bound() <= relative_error
-
+        wish = -np.inf if relative_error is None else relative_error
+        judged: list[Judged] = []
         for option, cost in self._within(options, budget):
             adapter = self.make(
                 **option._asdict(),
@@ -144,22 +158,15 @@ class Layer:
                 coupling="cross_polytope",
                 norms="pair",
             )
-            judged.append((self._judge(adapter), option, cost, False))
-            if learning is not None and not is_reached():
+            judged.append(self._judge(option, cost, adapter))
+            if learning is not None and judged[-1].bound() > wish:
                 adapter = self._learned(adapter, option, learning, prng_key)
-                judged.append((self._judge(adapter), option, cost, True))
-            if is_reached():
+                judged.append(self._judge(option, cost, adapter))
+            if judged[-1].bound() <= wish:
                 break
-        best, option, cost, is_learned = min(judged, key=lambda one: one[0].bound())
-        return best.adapter, LayerChoice(
-            *option,
-            is_learned,
-            cost,
-            best.error,
-            best.standard_error,
-            relative_error is None or best.bound() <= relative_error,
-            *self._far_shares(best.adapter),
-        )
+        best = min(judged, key=Judged.bound)
+        is_reached = relative_error is None or best.bound() <= wish
+        return best.adapter, best.choice(is_reached=is_reached)
 
     def _within(
         self, options: Iterable[Option], budget: float | None
@@ -186,18 +193,29 @@ class Layer:
             )
         return within
 
-    def _judge(self, adapter: RandomFeatureAttention) -> Judged:
-        errors = []
-        for seen, exact in zip(self.test, self.outputs, strict=True):
-            mechanism = adapter.mechanism(seen.request.call.query.shape[-2])
-            one, counts = _relative_errors(mechanism, seen.request, exact)
-            errors.append(np.asarray(one, np.float64)[np.asarray(counts)])
+    def _judge(self, option: Option, cost: float, adapter: RandomFeatureAttention) -> Judged:
+        """Returns the error of an adapter, which has the sizes of an option."""
+        mechanism = _features_alone(adapter)
+        pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
+        errors, far, num_queries = [], np.zeros(()), np.zeros(())
+        for seen in self.test:
+            estimated, exact, counts = _log_kernels(mechanism, seen.request)
+            found = head_errors(estimated, exact, seen.request.call.value, counts, pairs)
+            found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+            num_heads = found.counts.sum(axis=-1)
+            mean = found.relative_error.sum(axis=-1) / np.maximum(num_heads, 1)
+            errors.append(mean[num_heads > 0])
+            batch = tuple(range(found.counts.ndim - 1))
+            shares = (found.far_sum.sum(axis=batch), found.softmax_far_sum.sum(axis=batch))
+            far, num_queries = far + np.array(shares), num_queries + found.num_queries.sum(batch)
         every = np.concatenate(errors)
         if len(every) < 2:
             raise ValueError(
                 f"held_out must have two sequences or more, for a standard error, got {len(every)}."
             )
-        return Judged(adapter, float(every.mean()), float(every.std(ddof=1) / len(every) ** 0.5))
+        if not np.isfinite(every).all():
+            raise ValueError("Attention outputs of held_out must be finite, got others.")
+        return Judged(option, cost, adapter, every, *(far / np.maximum(num_queries, 1)))
 
     def _learned(
         self,
@@ -207,35 +225,19 @@ class Layer:
         prng_key: jax.Array,
     ) -> RandomFeatureAttention:
         """Returns the adapter with learned features, which start as its own."""
-        mechanism = adapter.mechanism(self.test[0].request.call.query.shape[-2])
-        mechanism = dataclasses.replace(mechanism, projection=None)
-        # The second row of each pair is the negative of the first.
+        mechanism = dataclasses.replace(_features_alone(adapter), projection=None)
         projection: Any = adapter.projection
+        # The second row of each pair is the negative of the first.
         learned = Learned.start(get_value(projection)[..., ::2, :], self.calibration)
+        pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
         optimizer = _adam(learning)
         state = optimizer.init(learned)
         numbers = jax.random.randint(prng_key, (learning.num_steps,), 0, len(self.fit))
         for number in np.asarray(numbers):
             request = self.fit[number].request
-            learned, state = _learn(learned, state, mechanism, request, optimizer=optimizer)
+            learned, state = _learn(learned, state, mechanism, request, pairs, optimizer=optimizer)
         sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
         return self.make(**sizes, feature_map=learned)
-
-    def _far_shares(self, adapter: RandomFeatureAttention) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the share of the far field in the weights of features, and of softmax."""
-        sums, count = np.zeros(()), np.zeros(())
-        for seen in self.test:
-            call = seen.request.call
-            mechanism = adapter.mechanism(call.query.shape[-2])
-            *shares, sees = far_weights(mechanism.estimator(), call)
-            real, _ = flax_calibration.real_tokens(seen.request)
-            sees &= real[..., None, :]
-            one = np.array([np.where(sees, share, 0) for share in shares], np.float64)
-            sums = sums + one.sum(axis=(*range(1, one.ndim - 2), -1))
-            counted = np.asarray(sees)
-            count = count + counted.sum(axis=(*range(counted.ndim - 2), -1))
-        of_features, of_softmax = sums / np.maximum(count, 1)
-        return of_features, of_softmax
 
 
 def operations(option: Option, call: Call) -> float:
@@ -264,26 +266,19 @@ def operations(option: Option, call: Call) -> float:
     return float((num_exact * width + of_features) / (num_pairs * width))
 
 
-@jax.jit
-def _attend(mechanism: RandomFeatureMechanism, request: Request) -> jax.Array:
-    return flax_attention.attend(mechanism, request)
+def _features_alone(adapter: RandomFeatureAttention) -> RandomFeatureMechanism:
+    """Returns the attention of an adapter without its exact band and keys."""
+    mechanism = adapter.mechanism(adapter.num_heads)
+    return dataclasses.replace(mechanism, exact_bandwidth=None, exact_keys=None)
 
 
 @jax.jit
-def _relative_errors(
-    mechanism: RandomFeatureMechanism, request: Request, exact: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the error of each sequence, the mean over heads; and False where all is padding."""
-    real, _ = flax_calibration.real_tokens(request)
-
-    def squares(x: jax.Array) -> jax.Array:
-        x = jnp.where(real[..., None, None], x.astype(jnp.float32), 0)
-        return jnp.sum(jnp.square(x), axis=(-3, -1))
-
-    error, norm = squares(flax_attention.attend(mechanism, request) - exact), squares(exact)
-    counts = norm > 0
-    errors = jnp.where(counts, error / jnp.where(counts, norm, 1), 0)
-    return jnp.sum(errors, -1) / jnp.maximum(jnp.sum(counts, -1), 1), jnp.any(counts, -1)
+def _log_kernels(
+    mechanism: RandomFeatureMechanism, request: Request
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns ``log_kernels`` of a call, ``[..., N, T, S]``, and False at queries of padding."""
+    counts, _ = flax_calibration.real_tokens(request)
+    return *log_kernels(mechanism.estimator(), request.call), counts
 
 
 @functools.lru_cache(maxsize=8)  # Each optimizer compiles a program.
@@ -297,6 +292,7 @@ def _learn(
     state: optax.OptState,
     mechanism: RandomFeatureMechanism,
     request: Request,
+    pairs: ExactPairs,
     *,
     optimizer: optax.GradientTransformation,
 ) -> tuple[Learned, optax.OptState]:
@@ -304,8 +300,13 @@ def _learn(
 
     def loss(learned: Learned) -> jax.Array:
         own = dataclasses.replace(mechanism, feature_map=learned)
-        return flax_distillation.loss_of_call(request, own)
+        estimated, exact, counts = _log_kernels(own, request)
+        estimated, exact = (
+            jnp.where(counts[..., None, :, None], logs, -jnp.inf) for logs in (estimated, exact)
+        )
+        near = pairs.among(estimated, counts, request.call.key.shape[-2])
+        return mean_cross_entropy(jnp.where(near, exact, estimated), exact)
 
-    # The calibration has no gradient, so Adam does not change it.
+    # The calibration, queries and keys have no gradient, so Adam does not change the calibration.
     updates, state = optimizer.update(jax.grad(loss)(learned), state)
     return optax.apply_updates(learned, updates), state

@@ -242,7 +242,7 @@ def _record(
     model: nnx.Module,
     adapters: dict[str, RandomFeatureAttention],
     batch: Any,
-) -> dict[str, list[SeenCall]]:
+) -> dict[str, tuple[SeenCall, ...]]:
     """Returns the calls of each adapter for a batch."""
     calls = {path: AttentionCalls(()) for path in adapters}
     with observing(adapters, calls):
@@ -250,29 +250,21 @@ def _record(
     found = {path: get_value(own) for path, own in calls.items()}
     for path, seen in found.items():
         check_seen(path, seen)
-    return {path: [_without_trivial_mask(one) for one in seen] for path, seen in found.items()}
-
-
-def _without_trivial_mask(seen: SeenCall) -> SeenCall:
-    """Returns a call without its mask of queries if that hides none; learning accepts no other."""
-    real = seen.request.real
-    if real is None or not bool(jnp.all(real)):
-        return seen
-    return dataclasses.replace(seen, request=seen.request._replace(real=None))
+    return found
 
 
 def _fit(
     adapters: dict[str, RandomFeatureAttention],
-    recorded: Iterable[dict[str, list[SeenCall]]],
+    recorded: Iterable[dict[str, tuple[SeenCall, ...]]],
     *,
     keep: bool,
-) -> tuple[dict[str, Calibrated], dict[str, list[SeenCall]]]:
+) -> tuple[dict[str, Calibrated], dict[str, tuple[SeenCall, ...]]]:
     """Returns the calibration of each layer, and the calls if they are to be kept."""
     sums = {
         path: flax_calibration.no_moments(Calibrated.identity(one.num_heads, one.head_dim))
         for path, one in adapters.items()
     }
-    kept: dict[str, list[SeenCall]] = {path: [] for path in adapters}
+    kept: dict[str, tuple[SeenCall, ...]] = dict.fromkeys(adapters, ())
     for calls in flax_calibration.logged(recorded):
         for path, seen in calls.items():
             for one in seen:
@@ -287,13 +279,13 @@ def _fit(
 
 
 def _joined(
-    adapters: dict[str, RandomFeatureAttention], recorded: Iterable[dict[str, list[SeenCall]]]
-) -> dict[str, list[SeenCall]]:
+    adapters: dict[str, RandomFeatureAttention], recorded: Iterable[dict[str, tuple[SeenCall, ...]]]
+) -> dict[str, tuple[SeenCall, ...]]:
     """Returns the calls of each layer for all batches."""
     batches = list(recorded)
     if not batches:
         raise ValueError("held_out must have two sequences or more, got none.")
-    return {path: [one for calls in batches for one in calls[path]] for path in adapters}
+    return {path: tuple(one for calls in batches for one in calls[path]) for path in adapters}
 
 
 def _log(path: str, choice: LayerChoice, number: int, count: int) -> None:
