@@ -2,9 +2,12 @@
 
 ``load_model`` puts the weights of a BERT encoder into a Flax NNX model: PyTorch's kernels are
 transposed, and every module has another name. ``swap_attention`` then changes the attention of all
-layers, and ``calibrate`` fits the features to texts. Nothing is trained.
+layers, and ``calibrate`` fits the features to texts. Nothing is trained. With ``--relative_error``,
+``linearize`` chooses the features, band and exact keys of each layer instead, and ``--steps`` lets
+it learn features. It fits to help pages of Python and judges on source code.
 
 Run: python -m examples.hugging_face --model_dir=DIR [--length 128] [--features 112]
+     python -m examples.hugging_face --model_dir=DIR --relative_error=0.03 [--steps 100]
 
 DIR holds ``config.json``, ``model.safetensors`` and ``tokenizer.json``, such as those of
 sentence-transformers/all-MiniLM-L6-v2, which this command downloads:
@@ -19,14 +22,17 @@ import json
 import pathlib
 import pydoc_data.topics
 import re
+import sysconfig
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 
-from simrf_jax.integrations.nnx import calibrate, swap_attention
+from simrf_jax.integrations.nnx import calibrate, linearize, swap_attention
 
 # The modules of the encoder and of one layer, under the names that the published file has for them.
 ENCODER_NAMES = {
@@ -69,6 +75,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "calibrated, exact band and keys": CALIBRATED | {"exact_bandwidth": 16, "exact_keys": 16},
 }
 NUM_FIT, NUM_TEST = 8, 16  # Texts.
+# Texts for ``linearize``, which learns from two at a time.
+NUM_LEARN, NUM_JUDGE, BATCH = 24, 8, 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,17 +242,26 @@ def pages() -> dict[str, str]:
     return result
 
 
-def load_texts(tokenizer: Any, length: int) -> np.ndarray:
-    """Returns the beginning of each page that is long enough, ``[pages, length]``.
+def sources() -> list[str]:
+    """Returns the second half of each module of the standard library: code, and few docstrings."""
+    library = pathlib.Path(sysconfig.get_paths()["stdlib"])
+    modules = [path.read_text(errors="replace") for path in sorted(library.glob("[a-z]*.py"))]
+    return [module[len(module) // 2 :] for module in modules]
+
+
+def load_texts(tokenizer: Any, length: int, texts: Iterable[str] | None = None) -> np.ndarray:
+    """Returns the beginning of each text that is long enough, ``[texts, length]``.
 
     Args:
       tokenizer: A ``tokenizers.Tokenizer``.
       length: Number of tokens of each text, with those that begin and end it.
+      texts: The texts; None for the topics of ``help()``.
     """
-    encoded = (np.array(page.ids) for page in tokenizer.encode_batch([*pages().values()]))
-    # The last token of a whole page ends it, and so it ends every text.
-    texts = [np.append(ids[: length - 1], ids[-1]) for ids in encoded if len(ids) >= length]
-    return np.array(texts).reshape(-1, length)
+    texts = pages().values() if texts is None else texts
+    encoded = (np.array(text.ids) for text in tokenizer.encode_batch([*texts]))
+    # The last token of a whole text ends it, and so it ends every beginning.
+    cut = [np.append(ids[: length - 1], ids[-1]) for ids in encoded if len(ids) >= length]
+    return np.array(cut).reshape(-1, length)
 
 
 def compare(
@@ -286,6 +303,8 @@ def main() -> None:
     parser.add_argument("--model_dir", type=pathlib.Path, required=True)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--features", type=int, default=112)
+    parser.add_argument("--relative_error", type=float)
+    parser.add_argument("--steps", type=int, default=0)
     options = parser.parse_args()
     folder = options.model_dir
     if missing := [
@@ -295,9 +314,23 @@ def main() -> None:
     ]:
         parser.error(f"--model_dir={folder} lacks {', '.join(missing)}.")
 
-    texts = load_texts(load_tokenizer(folder / "tokenizer.json"), options.length)
-    texts = np.random.default_rng(0).permutation(texts)
+    rng, tokenizer = np.random.default_rng(0), load_tokenizer(folder / "tokenizer.json")
+    texts = rng.permutation(load_texts(tokenizer, options.length))
     model = load_model(folder / "model.safetensors", EncoderConfig.of(folder / "config.json"))
+    if options.relative_error is not None:
+        code = rng.permutation(load_texts(tokenizer, options.length, sources()))
+        optimizer = optax.adam(optax.cosine_decay_schedule(0.1, options.steps or 1))
+        report = linearize(
+            model,
+            [jnp.asarray(texts[i : i + BATCH]) for i in range(0, NUM_LEARN, BATCH)],
+            [jnp.asarray(code[:NUM_JUDGE])],
+            relative_error=options.relative_error,
+            num_steps=options.steps,
+            optimizer=optimizer if options.steps else None,
+            rngs=nnx.Rngs(0),
+        )
+        print(report)
+        return
     fit, test = texts[:NUM_FIT], texts[NUM_FIT : NUM_FIT + NUM_TEST]
     print(f"Cosine of the embeddings of {len(test)} texts to those of softmax attention:")
     for name, value in compare(model, fit, test, options.features).items():

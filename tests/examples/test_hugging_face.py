@@ -144,6 +144,12 @@ def test_pages_are_cut_and_ended_like_whole_texts(topics):
     np.testing.assert_array_equal(rows[2], [1000, *map(ord, "222\n\nmore of "), 2000])
 
 
+def test_texts_of_other_kinds():
+    assert len(hf.sources()) > 100
+    rows = hf.load_texts(Characters(), 5, ["ab", "abcdef"])
+    np.testing.assert_array_equal(rows, [[1000, *map(ord, "abc"), 2000]])
+
+
 def test_no_page_may_be_long_enough(topics):
     assert hf.load_texts(Characters(), 100).shape == (0, 100)
 
@@ -182,16 +188,31 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     assert "lacks config.json, model.safetensors, tokenizer.json" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_the_published_model_comes_near(monkeypatch, capsys):
+def published_folder():
+    """Returns the folder of the published model, and skips the test if it is not there."""
     if not os.environ.get("SIMRF_MODEL_DIR"):
         pytest.skip("Needs all-MiniLM-L6-v2; SIMRF_MODEL_DIR does not say where it is.")
     for package in ("tokenizers", "safetensors"):
         pytest.importorskip(package, reason=f"Needs {package}.")
-    folder = f"{os.environ['SIMRF_MODEL_DIR']}/all-MiniLM-L6-v2"
+    return f"{os.environ['SIMRF_MODEL_DIR']}/all-MiniLM-L6-v2"
+
+
+@pytest.mark.slow
+def test_the_published_model_comes_near(monkeypatch, capsys):
+    folder = published_folder()
     monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={folder}"])
     hf.main()
     rows = dict(line.split(": ") for line in capsys.readouterr().out.splitlines()[1:])
     assert list(rows) == list(hf.WAYS)
     assert float(rows["positive features"]) < 0.75
     assert float(rows["calibrated, exact band and keys"]) > 0.96
+
+
+@pytest.mark.slow
+def test_the_published_model_is_converted(monkeypatch, capsys):
+    options = [f"--model_dir={published_folder()}", "--relative_error=0.1"]
+    monkeypatch.setattr(sys, "argv", ["hugging_face", *options])
+    hf.main()
+    *_, last = capsys.readouterr().out.splitlines()
+    assert last.startswith("Output of the model: ")
+    assert float(last.rstrip(".").rpartition(" ")[2]) > 0.95

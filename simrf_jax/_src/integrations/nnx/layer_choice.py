@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.inputs.call import Call
@@ -66,16 +65,26 @@ class LayerChoice:
     softmax_far_share: np.ndarray
 
 
+class Optimizer(Protocol):
+    """A gradient transformation of optax."""
+
+    def init(self, params: Any) -> Any:
+        """Returns the state before the first step."""
+
+    def update(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """Returns the updates of the parameters and the next state."""
+
+
 class Learning(NamedTuple):
-    """Steps of Adam that learn the features of a layer.
+    """Steps that learn the features of a layer.
 
     Attributes:
       num_steps: Number of steps, each on one call of the attention.
-      learning_rate: Learning rate of the first step. It falls to 0 along half a cosine.
+      optimizer: Optimizer of the steps.
     """
 
     num_steps: int
-    learning_rate: float
+    optimizer: Optimizer
 
 
 class Judged(NamedTuple):
@@ -141,8 +150,8 @@ class Layer:
           options: Sizes to try.
           relative_error: The error to reach; None to find the best.
           budget: Most operations relative to exact attention; None for no limit.
-          learning: How to learn the features of an option whose calibrated features do not reach
-            the error; None for not at all.
+          learning: Steps that learn the features of an option whose calibrated features do not
+            reach the error; None for calibrated features only.
           prng_key: PRNG key of the order of the calls to learn from.
 
         Raises:
@@ -172,14 +181,13 @@ class Layer:
         self, options: Iterable[Option], budget: float | None
     ) -> list[tuple[Option, float]]:
         """Returns the options that this layer can take, and their costs, cheapest first."""
-        call = self.test[0].request.call
-        if call.is_causal or call.segment_ids is not None:
+        calls = [seen.request.call for seen in self.test]
+        if any(call.is_causal or call.segment_ids is not None for call in calls):
             # The choice of some keys by all queries would look ahead, or into other segments.
             options = [
                 option._replace(exact_keys=None) if isinstance(option.exact_keys, int) else option
                 for option in options
             ]
-        calls = [seen.request.call for seen in self.test]
         costs = {
             option: float(np.mean([operations(option, one) for one in calls])) for option in options
         }
@@ -189,7 +197,7 @@ class Layer:
             raise ValueError(
                 "budget must allow the cheapest option, which takes "
                 f"{ordered[0][1]:.3g} times the operations of exact attention at "
-                f"{call.query.shape[-3]} tokens, got {budget}."
+                f"{calls[0].query.shape[-3]} tokens, got {budget}."
             )
         return within
 
@@ -225,17 +233,22 @@ class Layer:
         prng_key: jax.Array,
     ) -> RandomFeatureAttention:
         """Returns the adapter with learned features, which start as its own."""
-        mechanism = dataclasses.replace(_features_alone(adapter), projection=None)
         projection: Any = adapter.projection
         # The second row of each pair is the negative of the first.
         learned = Learned.start(get_value(projection)[..., ::2, :], self.calibration)
+        mechanism = dataclasses.replace(
+            _features_alone(adapter), projection=None, feature_map=learned
+        )
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
-        optimizer = _adam(learning)
-        state = optimizer.init(learned)
+        rows = {name: getattr(learned, name) for name in Learned.axes_of_one}
+        state = learning.optimizer.init(rows)
         numbers = jax.random.randint(prng_key, (learning.num_steps,), 0, len(self.fit))
         for number in np.asarray(numbers):
             request = self.fit[number].request
-            learned, state = _learn(learned, state, mechanism, request, pairs, optimizer=optimizer)
+            rows, state = _learn(
+                rows, state, mechanism, request, pairs, optimizer=learning.optimizer
+            )
+        learned = dataclasses.replace(learned, **rows)
         sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
         return self.make(**sizes, feature_map=learned)
 
@@ -281,25 +294,21 @@ def _log_kernels(
     return *log_kernels(mechanism.estimator(), request.call), counts
 
 
-@functools.lru_cache(maxsize=8)  # Each optimizer compiles a program.
-def _adam(learning: Learning) -> optax.GradientTransformation:
-    return optax.adam(optax.cosine_decay_schedule(learning.learning_rate, learning.num_steps))
-
-
 @functools.partial(jax.jit, static_argnames="optimizer")
 def _learn(
-    learned: Learned,
-    state: optax.OptState,
+    rows: dict[str, jax.Array],
+    state: Any,
     mechanism: RandomFeatureMechanism,
     request: Request,
     pairs: ExactPairs,
     *,
-    optimizer: optax.GradientTransformation,
-) -> tuple[Learned, optax.OptState]:
-    """Returns learned features, and the state of their optimizer, after a step of distillation."""
+    optimizer: Optimizer,
+) -> tuple[dict[str, jax.Array], Any]:
+    """Returns the parameters of learned features, and the optimizer's state, after a step."""
+    start: Any = mechanism.feature_map
 
-    def loss(learned: Learned) -> jax.Array:
-        own = dataclasses.replace(mechanism, feature_map=learned)
+    def loss(rows: dict[str, jax.Array]) -> jax.Array:
+        own = dataclasses.replace(mechanism, feature_map=dataclasses.replace(start, **rows))
         estimated, exact, counts = _log_kernels(own, request)
         estimated, exact = (
             jnp.where(counts[..., None, :, None], logs, -jnp.inf) for logs in (estimated, exact)
@@ -307,6 +316,5 @@ def _learn(
         near = pairs.among(estimated, counts, request.call.key.shape[-2])
         return mean_cross_entropy(jnp.where(near, exact, estimated), exact)
 
-    # The calibration, queries and keys have no gradient, so Adam does not change the calibration.
-    updates, state = optimizer.update(jax.grad(loss)(learned), state)
-    return optax.apply_updates(learned, updates), state
+    updates, state = optimizer.update(jax.grad(loss)(rows), state, rows)
+    return jax.tree.map(jnp.add, rows, updates), state

@@ -24,7 +24,13 @@ from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
-from simrf_jax._src.integrations.nnx.layer_choice import Layer, LayerChoice, Learning, Option
+from simrf_jax._src.integrations.nnx.layer_choice import (
+    Layer,
+    LayerChoice,
+    Learning,
+    Optimizer,
+    Option,
+)
 from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.nnx.swap import Swap, swap_attention
@@ -35,7 +41,7 @@ _CHOSEN = ("feature_map", "coupling", "norms", "decode")  # Options that the fun
 
 @dataclasses.dataclass(frozen=True)
 class Linearization:
-    """What ``linearize`` did to a model, and how close it comes; prints as a table.
+    """The choices of ``linearize`` for a model, and their errors; prints as a table.
 
     Attributes:
       layers: The choice for each layer, by its path in the model.
@@ -105,7 +111,7 @@ def linearize(
     exact_bandwidth: Sequence[int | None] = (16,),
     exact_keys: Sequence[int | tuple[int, ...] | None] = (8, 32),
     num_steps: int = 0,
-    learning_rate: float = 0.1,
+    optimizer: Optimizer | None = None,
     where: Callable[[str, nnx.MultiHeadAttention], bool] | None = None,
     call: Callable[[Any, Any], Any] | None = None,
     rngs: nnx.Rngs,
@@ -148,9 +154,10 @@ def linearize(
       num_features: Numbers of features of each head to try.
       exact_bandwidth: Bandwidths to try; None stands for no band.
       exact_keys: Numbers of exact keys, or tuples of their positions, to try; None stands for none.
-      num_steps: Number of steps of Adam to learn the features of an option, each on one of the
+      num_steps: Number of steps to learn the features of an option, each on one of the
         batches; 0 for calibrated features only.
-      learning_rate: Learning rate of the first step. It falls to 0 along half a cosine.
+      optimizer: An ``optax.GradientTransformation`` for these steps, such as
+        ``optax.adam(optax.cosine_decay_schedule(0.1, num_steps))``.
       where: Function of the path and the layer that returns True for layers to change; None for
         all.
       call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``. It is
@@ -176,9 +183,8 @@ def linearize(
       >>> model = nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
       >>> x = list(jax.random.normal(rngs(), (4, 2, 50, 32)))  # Yours: data for each purpose.
       >>> report = linearize(model, x[:2], x[2:], relative_error=0.05, rngs=rngs)
-      >>> choice = report.layers["itself"]
-      >>> choice.num_features, choice.exact_bandwidth, choice.exact_keys
-      (32, 16, 8)
+      >>> report.layers["itself"].is_reached  # print(report) shows the choice and its error.
+      True
       >>> report.output_cosine > 0.95
       True
       >>> report.swap.undo()
@@ -193,7 +199,11 @@ def linearize(
         if number is not None:
             checks.scalar(name, number, sign="positive")
     checks.integer("num_steps", num_steps, least=0)
-    checks.scalar("learning_rate", learning_rate, sign="positive")
+    if (num_steps == 0) != (optimizer is None):
+        raise ValueError(
+            f"num_steps and optimizer belong together, got num_steps={num_steps} and "
+            f"optimizer={optimizer!r}."
+        )
     if taken := [name for name in _CHOSEN if name in options]:
         raise TypeError(f"linearize chooses {', '.join(taken)} itself, got {options[taken[0]]!r}.")
     tried = [
@@ -214,7 +224,7 @@ def linearize(
         test = _joined(recording.after, map(record, held_out))
     finally:
         recording.undo()
-    learning = Learning(num_steps, learning_rate) if num_steps else None
+    learning = None if optimizer is None else Learning(num_steps, optimizer)
     adapters, choices = {}, {}
     for path, recorder in recording.after.items():
         make = functools.partial(
