@@ -7,6 +7,7 @@ from simrf_jax._src.integrations.linen.fmm import FMMAttention
 from simrf_jax._src.integrations.linen.projection import RandomProjection
 from simrf_jax._src.integrations.linen.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.linen.report import attention_report
+from simrf_jax._src.integrations.linen.swap import SwappedAttention, swap_attention
 
 __all__ = [
     "FMMAttention",
@@ -14,8 +15,10 @@ __all__ = [
     "ModelReport",
     "RandomFeatureAttention",
     "RandomProjection",
+    "SwappedAttention",
     "attention_report",
     "calibrate",
     "distillation_loss",
     "learned_rows",
+    "swap_attention",
 ]

@@ -1,0 +1,146 @@
+"""Replacement of softmax attention by random-feature attention in a Linen model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from flax import linen as nn
+from flax.core import freeze
+
+from simrf_jax._src.integrations.linen.adapter import Adapter
+from simrf_jax._src.integrations.linen.random_features import RandomFeatureAttention
+
+
+class Rule(NamedTuple):
+    """The adapter for some layers; see ``swap_attention``."""
+
+    num_features: int | None
+    where: Callable[[str, nn.MultiHeadDotProductAttention], bool] | None
+    options: Mapping[str, Any]
+
+
+class SwappedAttention(nn.Module):
+    """A model whose softmax attention is replaced by random-feature attention in each call.
+
+    ``swap_attention`` makes it.
+
+    Attributes:
+      module: The model; its parameters are in the same places as without the replacement.
+      rules: The adapters; a layer takes the first whose ``where`` is None or returns True.
+    """
+
+    module: nn.Module
+    rules: tuple[Rule, ...]
+
+    def setup(self) -> None:
+        """Shares the scope of the model, which keeps the places of all variables."""
+        nn.share_scope(self, self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the model with random-feature attention."""
+        found = []
+
+        def swap(
+            next_function: Callable[..., Any],
+            args: tuple[Any, ...],
+            kwargs: dict[str, Any],
+            context: Any,
+        ) -> Any:
+            layer = context.module
+            is_call = context.method_name == "__call__"
+            if not is_call or not isinstance(layer, nn.MultiHeadDotProductAttention):
+                return next_function(*args, **kwargs)
+            path = ".".join(layer.path) or "itself"
+            rules = (rule for rule in self.rules if rule.where is None or rule.where(path, layer))
+            if (rule := next(rules, None)) is None:
+                return next_function(*args, **kwargs)
+            found.append(path)
+            if isinstance(layer.attention_fn, Adapter):  # The changed layer is intercepted again.
+                return next_function(*args, **kwargs)
+            _check(path, layer)
+            # Without a parent, Flax stores its variables below the layer.
+            adapter = RandomFeatureAttention(rule.num_features, parent=None, **rule.options)
+            return layer.clone(attention_fn=adapter, parent=layer.scope)(*args, **kwargs)
+
+        with nn.intercept_methods(swap):
+            out = self.module(*args, **kwargs)
+        if not found:
+            raise ValueError(
+                "model must call an nn.MultiHeadDotProductAttention for which where is None or "
+                "returns True, got none."
+            )
+        return out
+
+
+def swap_attention(
+    model: nn.Module,
+    num_features: int | None,
+    *,
+    where: Callable[[str, nn.MultiHeadDotProductAttention], bool] | None = None,
+    **options: Any,
+) -> SwappedAttention:
+    """Returns a model with random-feature attention in place of softmax attention.
+
+    Each ``nn.MultiHeadDotProductAttention`` that the model calls gets a ``RandomFeatureAttention``
+    with its own W as its ``attention_fn``. Parameters keep their names and places, so those of the
+    trained model fit. The other collections, such as ``random_features`` with W, come from
+    ``init``. The result is a Linen module: it can be jitted, and ``calibrate``,
+    ``distillation_loss`` and ``attention_report`` take it as their model. The original is not
+    changed. Layers that have an adapter keep it. Swap a swapped model again to give the layers that
+    the first swap leaves out other options.
+
+    Only ``__call__`` is replaced, not other methods of the model. Layers inside ``nn.scan`` or
+    ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in their ``variable_axes``.
+
+    Args:
+      model: A model that calls ``nn.MultiHeadDotProductAttention`` layers.
+      num_features: Number of features of each head; see ``RandomFeatureAttention``.
+      where: Function of the path and the layer that returns True for layers to change; None for
+        all. The path is such as ``"encoder.layer_0.attention"``.
+      **options: Other keywords of ``RandomFeatureAttention``, such as ``feature_map``,
+        ``exact_bandwidth`` or ``is_causal``, which models that pass causal masks need.
+
+    Returns:
+      The model, whose field ``module`` is the original.
+
+    Raises:
+      TypeError: If an option is unknown.
+      ValueError: When called, if the model calls no layer, an option does not fit a layer, a layer
+        decodes, or its attention function is not Flax's and may do more, such as rotate queries and
+        keys.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import swap_attention
+      >>> model = nn.Sequential([nn.Dense(32), nn.MultiHeadDotProductAttention(num_heads=4)])
+      >>> x = jnp.ones((2, 10, 8))
+      >>> params = model.init(jax.random.key(0), x)["params"]
+      >>> swapped = swap_attention(model, 64)
+      >>> variables = {**swapped.init(jax.random.key(1), x), "params": params}
+      >>> variables["random_features"]["layers_1"]["attention_fn"]["projection"].shape
+      (4, 64, 8)
+      >>> swapped.apply(variables, x).shape
+      (2, 10, 32)
+    """
+    RandomFeatureAttention(num_features, parent=None, **options)  # Refuses unknown options.
+    rule = Rule(num_features, where, freeze(options))
+    if isinstance(model, SwappedAttention):
+        return SwappedAttention(model.module, (*model.rules, rule))
+    return SwappedAttention(model, (rule,))
+
+
+def _check(path: str, layer: nn.MultiHeadDotProductAttention) -> None:
+    """Raises ``ValueError`` if the attention of a layer cannot be replaced."""
+    if layer.attention_fn is not nn.dot_product_attention:
+        raise ValueError(
+            f"The layer {path} must attend by nn.dot_product_attention, got "
+            f"{layer.attention_fn!r}, which may do more than attend; put a RandomFeatureAttention "
+            "there by hand."
+        )
+    if layer.decode:
+        raise ValueError(
+            f"The layer {path} must have decode=False, got True: an adapter that decodes keeps its "
+            "own cache."
+        )

@@ -1,0 +1,153 @@
+"""Attention that is replaced in the calls of a Linen model."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.core import FrozenDict, freeze
+
+from simrf_jax.integrations import linen as adapters
+
+WIDTH, HEADS, LENGTH = 16, 4, 9
+
+
+class Layer(nn.Module):
+    options: FrozenDict
+
+    @nn.compact
+    def __call__(self, x, mask=None):
+        attention = nn.MultiHeadDotProductAttention(HEADS, name="attention", **self.options)
+        return x + attention(nn.LayerNorm()(x), mask=mask)
+
+
+class Model(nn.Module):
+    """Two layers of attention, made in a call and in ``setup``."""
+
+    options: FrozenDict
+
+    def setup(self):
+        self.lower = Layer(self.options)
+        self.upper = nn.MultiHeadDotProductAttention(HEADS, **self.options)
+
+    def __call__(self, x, mask=None):
+        return self.upper(self.lower(x, mask), mask=mask)
+
+
+def model_with(**options):
+    return Model(freeze(options))
+
+
+@pytest.fixture(scope="module")
+def x():
+    return 2 * jax.random.normal(jax.random.key(1), (2, LENGTH, WIDTH))
+
+
+@pytest.fixture(scope="module")
+def params(x):
+    return model_with().init(jax.random.key(0), x)["params"]
+
+
+def variables_of(model, params, x, **options):
+    return {**model.init(jax.random.key(2), x, **options), "params": params}
+
+
+def test_every_layer_gets_a_projection_of_its_own(x, params):
+    model = adapters.swap_attention(model_with(), 12)
+    variables = model.init(jax.random.key(0), x)
+    chex.assert_trees_all_equal(variables["params"], params)
+    lower = variables["random_features"]["lower"]["attention"]["attention_fn"]["projection"]
+    upper = variables["random_features"]["upper"]["attention_fn"]["projection"]
+    assert lower.shape == upper.shape == (HEADS, 12, WIDTH // HEADS)
+    assert not np.array_equal(*jax.tree.leaves((lower, upper)))
+    assert model.module == model_with()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_band_of_all_tokens_leaves_the_model_as_it_is(x, params, is_causal):
+    mask = nn.make_causal_mask(x[..., 0]) if is_causal else None
+    model = adapters.swap_attention(model_with(), 12, exact_bandwidth=LENGTH, is_causal=is_causal)
+    variables = variables_of(model, params, x, mask=mask)
+    expected = model_with().apply({"params": params}, x, mask)
+    chex.assert_trees_all_close(jax.jit(model.apply)(variables, x, mask), expected, atol=1e-5)
+    other = variables_of(adapters.swap_attention(model_with(), 12), params, x)
+    assert not np.allclose(adapters.swap_attention(model_with(), 12).apply(other, x), expected)
+
+
+def test_where_chooses_layers_and_swaps_compose(x, params):
+    inner = adapters.swap_attention(model_with(), 12, where=lambda path, layer: path == "upper")
+    variables = variables_of(inner, params, x)
+    assert list(variables["random_features"]) == ["upper"]
+    outer = adapters.swap_attention(inner, 20)
+    variables = variables_of(outer, params, x)["random_features"]
+    assert variables["lower"]["attention"]["attention_fn"]["projection"].shape[1] == 20
+    assert variables["upper"]["attention_fn"]["projection"].shape[1] == 12
+
+
+def test_a_swapped_model_is_calibrated_and_reported(x, params):
+    expected = model_with().apply({"params": params}, x)
+    errors = {}
+    for feature_map in ("positive", "calibrated"):
+        model = adapters.swap_attention(
+            model_with(), 128, feature_map=feature_map, coupling="cross_polytope"
+        )
+        variables = variables_of(model, params, x)
+        if feature_map == "calibrated":
+            variables = adapters.calibrate(model, variables, [x])
+        errors[feature_map] = np.square(model.apply(variables, x) - expected).mean()
+    assert errors["calibrated"] < errors["positive"]
+    report = adapters.attention_report(model, variables, x)
+    assert list(report) == ["lower/attention/attention_fn", "upper/attention_fn"]
+
+
+class Scanned(nn.Module):
+    """Two layers in a scan, which recompute what they need for gradients."""
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(
+            nn.remat(lambda layer, x: (layer(x), None)),
+            variable_axes={"params": 0, "random_features": 0},
+            split_rngs={"params": True},
+            length=2,
+        )
+        return layers(Layer(freeze({})), x)[0]
+
+
+@pytest.mark.slow
+def test_layers_in_a_scan(x):
+    params = Scanned().init(jax.random.key(0), x)["params"]
+    model = adapters.swap_attention(Scanned(), 12, exact_bandwidth=LENGTH)
+    variables = variables_of(model, params, x)
+    (w,) = jax.tree.leaves(variables["random_features"])
+    assert w.shape == (2, HEADS, 12, WIDTH // HEADS)
+    assert not np.array_equal(*w)
+
+    def loss(model, params, variables):
+        return jnp.mean(model.apply({**variables, "params": params}, x) ** 2)
+
+    found = jax.jit(jax.grad(functools.partial(loss, model)))(params, variables)
+    expected = jax.grad(functools.partial(loss, Scanned()))(params, {})
+    chex.assert_trees_all_close(found, expected, atol=1e-4)
+
+
+def test_refuses(x):
+    swap = functools.partial(adapters.swap_attention, num_features=12)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bandwidth'"):
+        swap(model_with(), bandwidth=3)
+
+    def call(model):
+        return jax.eval_shape(lambda: model.init(jax.random.key(0), x))
+
+    rotated = functools.partial(nn.dot_product_attention, broadcast_dropout=False)
+    with pytest.raises(ValueError, match=r"layer lower\.attention must attend by nn\.dot"):
+        call(swap(model_with(**{"attention_fn": rotated})))
+    with pytest.raises(ValueError, match=r"layer lower\.attention must have decode=False"):
+        call(swap(model_with(**{"decode": True})))
+    with pytest.raises(ValueError, match=r"must call an nn\.MultiHeadDotProduct.*, got none"):
+        call(swap(nn.Dense(3)))
+    with pytest.raises(ValueError, match=r"where is None or returns True, got none"):
+        call(swap(model_with(), where=lambda path, layer: False))
