@@ -198,6 +198,31 @@ def test_undo_restores_the_model_and_equal_keys_give_equal_results():
     assert str(again) == str(first)
 
 
+class Doubled(nnx.Module):
+    """Attention with other keys than the layer computes."""
+
+    def __init__(self, attend):
+        self.attend = attend
+
+    def __call__(self, query, key, value, **keywords):
+        return self.attend(query, 2 * key, value, **keywords)
+
+
+@pytest.mark.slow
+def test_what_wraps_attention_is_fitted_and_kept():
+    model, doubled = Model(), Model()
+    for layer in (model.lower, model.upper):
+        layer.attention_fn = nnx.data(Doubled(nnx.dot_product_attention))
+    for layer in (doubled.lower, doubled.upper):
+        layer.key.kernel[...] *= 2
+        layer.key.bias[...] *= 2
+    found, expected = linearize(model, wrap=Doubled), linearize(doubled)
+    assert isinstance(model.lower.attention_fn, Doubled)
+    errors = [one.layers["lower"].relative_error for one in (found, expected)]
+    np.testing.assert_allclose(*errors, rtol=1e-3)
+    np.testing.assert_allclose(found.output_error, expected.output_error, rtol=1e-3)
+
+
 @pytest.mark.slow
 def test_masks_of_causal_models_are_understood():
     reports = [

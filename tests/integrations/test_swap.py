@@ -114,6 +114,33 @@ def test_a_swapped_model_is_calibrated(x):
     assert errors[1] < errors[0]
 
 
+class Reversed(nnx.Module):
+    """Attention that changes queries and keys first, as rotary positions do."""
+
+    def __init__(self, attend):
+        self.attend = attend
+
+    def __call__(self, query, key, value, **keywords):
+        return self.attend(query[..., ::-1], 2 * key, value, **keywords)
+
+
+def test_what_wraps_attention_wraps_the_adapter(x):
+    model = Model(attention_fn=Reversed(nnx.dot_product_attention))
+    before = model(x)
+    assert not np.allclose(before, Model()(x))
+    swap = adapters.swap_attention(
+        model, 12, wrap=Reversed, exact_bandwidth=9, feature_map="calibrated", rngs=nnx.Rngs(0)
+    )
+    assert {type(layer.attention_fn) for layer in model.attentions} == {Reversed}
+    adapters.calibrate(model, [x])
+    chex.assert_trees_all_close(nnx.jit(lambda model: model(x))(model), before, atol=1e-5)
+    swap.undo()
+    chex.assert_trees_all_equal(model(x), before)
+    with pytest.raises(TypeError, match=r"wrap must return an nnx\.Module, .* lower\.attention"):
+        adapters.swap_attention(model, 12, wrap=lambda adapter: adapter.__call__, rngs=nnx.Rngs(0))
+    chex.assert_trees_all_equal(model(x), before)
+
+
 def test_refusals_leave_the_model_as_it_was(x):
     rotated = functools.partial(nnx.dot_product_attention, broadcast_dropout=False)
     model = Model()

@@ -33,7 +33,7 @@ from simrf_jax._src.integrations.nnx.layer_choice import (
 )
 from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
-from simrf_jax._src.integrations.nnx.swap import Swap, swap_attention
+from simrf_jax._src.integrations.nnx.swap import Swap, Wrap, swap_attention
 
 _ALL_TOKENS = 2**30  # An exact band this wide is softmax attention.
 _CHOSEN = ("feature_map", "coupling", "norms", "decode")  # Options that the function sets itself.
@@ -113,6 +113,7 @@ def linearize(
     num_steps: int = 0,
     optimizer: Optimizer | None = None,
     where: Callable[[str, nnx.MultiHeadAttention], bool] | None = None,
+    wrap: Wrap | None = None,
     call: Callable[[Any, Any], Any] | None = None,
     rngs: nnx.Rngs,
     **options: Any,
@@ -160,6 +161,8 @@ def linearize(
         ``optax.adam(optax.cosine_decay_schedule(0.1, num_steps))``.
       where: Function of the path and the layer that returns True for layers to change; None for
         all.
+      wrap: Function of an adapter that returns the ``attention_fn``, for layers whose own does more
+        than attend; see ``swap_attention``.
       call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``. It is
         compiled by ``nnx.jit``.
       rngs: Source of the keys for W and for the steps.
@@ -216,17 +219,17 @@ def linearize(
     compiled, held_out = compiled_call(call), list(held_out)
     before = [compiled(model, batch) for batch in held_out]
     recording = swap_attention(
-        model, 2, where=where, rngs=rngs, exact_bandwidth=_ALL_TOKENS, **options
+        model, 2, where=where, wrap=wrap, rngs=rngs, exact_bandwidth=_ALL_TOKENS, **options
     )
     try:
-        record = functools.partial(_record, compiled, model, recording.after)
-        calibrations, fit = _fit(recording.after, map(record, batches), keep=num_steps > 0)
-        test = _joined(recording.after, map(record, held_out))
+        record = functools.partial(_record, compiled, model, recording.adapters)
+        calibrations, fit = _fit(recording.adapters, map(record, batches), keep=num_steps > 0)
+        test = _joined(recording.adapters, map(record, held_out))
     finally:
         recording.undo()
     learning = None if optimizer is None else Learning(num_steps, optimizer)
     adapters, choices = {}, {}
-    for path, recorder in recording.after.items():
+    for path, recorder in recording.adapters.items():
         make = functools.partial(
             RandomFeatureAttention, recorder.num_heads, recorder.head_dim, rngs=rngs, **options
         )
@@ -238,8 +241,8 @@ def linearize(
             learning=learning,
             prng_key=features_key(rngs),
         )
-        _log(path, choices[path], len(choices), len(recording.after))
-    swap = Swap.make(recording.layers, adapters)
+        _log(path, choices[path], len(choices), len(recording.adapters))
+    swap = Swap.make(recording.layers, adapters, wrap)
     after = [compiled(model, batch) for batch in held_out]
     report = Linearization(choices, relative_error, *_compare(after, before), swap)
     for sentence in report._missed():

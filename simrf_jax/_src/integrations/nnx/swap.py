@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 from flax import nnx
 
 from simrf_jax._src.integrations.flax_versions import static
 from simrf_jax._src.integrations.nnx.adapter import Adapter
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+
+# Returns the attention function of a layer, given its adapter.
+Wrap: TypeAlias = Callable[[RandomFeatureAttention], nnx.Module]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,24 +23,36 @@ class Swap:
     Attributes:
       layers: The layers, by their paths in the model, such as ``"blocks.0.attention"``.
       before: The previous attention of each layer.
-      after: The adapter that replaced it.
+      after: The attention that replaced it: the adapter, or the module that wraps it.
+      adapters: The adapter of each layer.
     """
 
     layers: dict[str, nnx.MultiHeadAttention]
     before: dict[str, Callable[..., Any]]
-    after: dict[str, RandomFeatureAttention]
+    after: dict[str, Callable[..., Any]]
+    adapters: dict[str, RandomFeatureAttention]
 
     @classmethod
     def make(
         cls,
         layers: dict[str, nnx.MultiHeadAttention],
-        after: dict[str, RandomFeatureAttention],
+        adapters: dict[str, RandomFeatureAttention],
+        wrap: Wrap | None,
     ) -> Swap:
         """Gives each layer its adapter, in place, and returns the swap."""
         before = {path: layer.attention_fn for path, layer in layers.items()}
+        after: dict[str, Callable[..., Any]] = {
+            path: adapter if wrap is None else wrap(adapter) for path, adapter in adapters.items()
+        }
+        for path, attention in after.items():
+            if not isinstance(attention, nnx.Module):
+                raise TypeError(
+                    f"wrap must return an nnx.Module, which holds the adapter of the layer {path}, "
+                    f"got {attention!r}."
+                )
         for path, layer in layers.items():
             _put(layer, after[path])
-        return cls(layers, before, after)
+        return cls(layers, before, after, adapters)
 
     def undo(self) -> None:
         """Restores the previous attention of each layer.
@@ -61,6 +76,7 @@ def swap_attention(
     num_features: int | None,
     *,
     where: Callable[[str, nnx.MultiHeadAttention], bool] | None = None,
+    wrap: Wrap | None = None,
     rngs: nnx.Rngs,
     **options: Any,
 ) -> Swap:
@@ -76,6 +92,9 @@ def swap_attention(
       num_features: Number of features of each head; see ``RandomFeatureAttention``.
       where: Function of the path and the layer that returns True for layers to change; None for
         all.
+      wrap: Function of an adapter that returns an ``nnx.Module`` to be the ``attention_fn``, for
+        layers whose own does more than attend, such as rotate queries and keys. None for the
+        adapter itself.
       rngs: Source of the keys for W.
       **options: Other keywords of ``RandomFeatureAttention``, such as ``feature_map``,
         ``exact_bandwidth`` or ``is_causal``, which models that pass causal masks need. Create the
@@ -85,10 +104,10 @@ def swap_attention(
       The swap: ``layers`` has the changed layers by path, and ``undo()`` reverts it.
 
     Raises:
-      TypeError: If an option is unknown or of a wrong type.
+      TypeError: If an option is unknown or of a wrong type, or wrap does not return a module.
       ValueError: If no layer is found, an option does not fit a layer, several layers are stacked
         in one, a layer drops out attention weights or decodes, or its attention function is not
-        Flax's and may do more, such as rotate queries and keys. The model is then unchanged.
+        Flax's and there is no ``wrap``. The model is then unchanged.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,24 +140,27 @@ def swap_attention(
             f"{', '.join(found) if found else 'none'}."
         )
     adapters = {
-        path: _adapter(path, layer, num_features, rngs, options) for path, layer in layers.items()
+        path: _adapter(path, layer, num_features, wrap is not None, rngs, options)
+        for path, layer in layers.items()
     }
-    return Swap.make(layers, adapters)
+    return Swap.make(layers, adapters, wrap)
 
 
 def _adapter(
     path: str,
     layer: nnx.MultiHeadAttention,
     num_features: int | None,
+    has_wrap: bool,
     rngs: nnx.Rngs,
     options: dict[str, Any],
 ) -> RandomFeatureAttention:
     """Returns the adapter for a layer."""
     attention_fn = layer.attention_fn
-    if attention_fn is not nnx.dot_product_attention and not isinstance(attention_fn, Adapter):
+    is_known = attention_fn is nnx.dot_product_attention or isinstance(attention_fn, Adapter)
+    if not is_known and not has_wrap:
         raise ValueError(
             f"The layer {path} must attend by nnx.dot_product_attention, got {attention_fn!r}, "
-            "which may do more than attend; put a RandomFeatureAttention there by hand."
+            "which may do more than attend; pass wrap, which does this with an adapter."
         )
     if layer.dropout_rate or layer.decode:
         raise ValueError(
