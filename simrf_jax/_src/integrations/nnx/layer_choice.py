@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,59 +64,9 @@ class LayerChoice:
     far_share: np.ndarray
     softmax_far_share: np.ndarray
 
-
-class Optimizer(Protocol):
-    """A gradient transformation of optax."""
-
-    def init(self, params: Any) -> Any:
-        """Returns the state before the first step."""
-
-    def update(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Returns the updates of the parameters and the next state."""
-
-
-class Learning(NamedTuple):
-    """Steps that learn the features of a layer.
-
-    Attributes:
-      num_steps: Number of steps, each on one call of the attention.
-      optimizer: Optimizer of the steps.
-    """
-
-    num_steps: int
-    optimizer: Optimizer
-
-
-class Judged(NamedTuple):
-    """An option with its adapter and cost, and its error on held-out batches."""
-
-    option: Option
-    cost: float
-    adapter: RandomFeatureAttention
-    errors: np.ndarray  # Of each sequence.
-    far_share: np.ndarray
-    softmax_far_share: np.ndarray
-
-    def standard_error(self) -> float:
-        """Returns the standard error of the mean error."""
-        return float(self.errors.std(ddof=1) / len(self.errors) ** 0.5)
-
     def bound(self) -> float:
         """Returns the mean error plus one standard error."""
-        return float(self.errors.mean()) + self.standard_error()
-
-    def choice(self, *, is_reached: bool) -> LayerChoice:
-        """Returns the record of this option."""
-        return LayerChoice(
-            *self.option,
-            self.adapter.learned is not None,
-            self.cost,
-            float(self.errors.mean()),
-            self.standard_error(),
-            is_reached,
-            self.far_share,
-            self.softmax_far_share,
-        )
+        return self.relative_error + self.standard_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,38 +78,38 @@ class Layer:
       calibration: The fit to queries and keys of the fitting batches.
       fit: Calls to learn from.
       test: Calls of held-out batches.
+      relative_error: The error to reach; None to find the best.
     """
 
     make: Callable[..., RandomFeatureAttention]
     calibration: Calibrated
     fit: Sequence[SeenCall]
     test: Sequence[SeenCall]
+    relative_error: float | None
 
     def choose(
         self,
         options: Iterable[Option],
-        *,
-        relative_error: float | None,
         budget: float | None,
-        learning: Learning | None,
+        num_steps: int,
+        optimizer: Any,
         prng_key: jax.Array,
     ) -> tuple[RandomFeatureAttention, LayerChoice]:
-        """Returns the cheapest attention that reaches an error, or else the best one.
+        """Returns the cheapest attention that reaches the error, or else the best one.
 
         Args:
           options: Sizes to try.
-          relative_error: The error to reach; None to find the best.
           budget: Most operations relative to exact attention; None for no limit.
-          learning: Steps that learn the features of an option whose calibrated features do not
-            reach the error; None for calibrated features only.
+          num_steps: Number of steps that learn the features of an option whose calibrated features
+            do not reach the error.
+          optimizer: The ``optax.GradientTransformation`` of these steps.
           prng_key: PRNG key of the order of the calls to learn from.
 
         Raises:
           ValueError: If no option is within the budget, or there are too few sequences to judge on
             or their outputs are not finite.
         """
-        wish = -np.inf if relative_error is None else relative_error
-        judged: list[Judged] = []
+        judged = []
         for option, cost in self._within(options, budget):
             adapter = self.make(
                 **option._asdict(),
@@ -167,15 +117,14 @@ class Layer:
                 coupling="cross_polytope",
                 norms="pair",
             )
-            judged.append(self._judge(option, cost, adapter))
-            if learning is not None and judged[-1].bound() > wish:
-                adapter = self._learned(adapter, option, learning, prng_key)
-                judged.append(self._judge(option, cost, adapter))
-            if judged[-1].bound() <= wish:
+            judged.append((adapter, self._judge(option, cost, adapter)))
+            misses = self.relative_error is None or not judged[-1][1].is_reached
+            if num_steps and misses:
+                adapter = self._learned(adapter, option, num_steps, optimizer, prng_key)
+                judged.append((adapter, self._judge(option, cost, adapter)))
+            if self.relative_error is not None and judged[-1][1].is_reached:
                 break
-        best = min(judged, key=Judged.bound)
-        is_reached = relative_error is None or best.bound() <= wish
-        return best.adapter, best.choice(is_reached=is_reached)
+        return min(judged, key=lambda one: one[1].bound())
 
     def _within(
         self, options: Iterable[Option], budget: float | None
@@ -201,7 +150,7 @@ class Layer:
             )
         return within
 
-    def _judge(self, option: Option, cost: float, adapter: RandomFeatureAttention) -> Judged:
+    def _judge(self, option: Option, cost: float, adapter: RandomFeatureAttention) -> LayerChoice:
         """Returns the error of an adapter, which has the sizes of an option."""
         mechanism = _features_alone(adapter)
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
@@ -223,13 +172,18 @@ class Layer:
             )
         if not np.isfinite(every).all():
             raise ValueError("Attention outputs of held_out must be finite, got others.")
-        return Judged(option, cost, adapter, every, *(far / np.maximum(num_queries, 1)))
+        error, spread = float(every.mean()), float(every.std(ddof=1) / len(every) ** 0.5)
+        is_reached = self.relative_error is None or error + spread <= self.relative_error
+        is_learned = adapter.learned is not None
+        far_shares = far / np.maximum(num_queries, 1)
+        return LayerChoice(*option, is_learned, cost, error, spread, is_reached, *far_shares)
 
     def _learned(
         self,
         adapter: RandomFeatureAttention,
         option: Option,
-        learning: Learning,
+        num_steps: int,
+        optimizer: Any,
         prng_key: jax.Array,
     ) -> RandomFeatureAttention:
         """Returns the adapter with learned features, which start as its own."""
@@ -241,13 +195,11 @@ class Layer:
         )
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
         rows = {name: getattr(learned, name) for name in Learned.axes_of_one}
-        state = learning.optimizer.init(rows)
-        numbers = jax.random.randint(prng_key, (learning.num_steps,), 0, len(self.fit))
+        state = optimizer.init(rows)
+        numbers = jax.random.randint(prng_key, (num_steps,), 0, len(self.fit))
         for number in np.asarray(numbers):
             request = self.fit[number].request
-            rows, state = _learn(
-                rows, state, mechanism, request, pairs, optimizer=learning.optimizer
-            )
+            rows, state = _learn(rows, state, mechanism, request, pairs, optimizer=optimizer)
         learned = dataclasses.replace(learned, **rows)
         sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
         return self.make(**sizes, feature_map=learned)
@@ -262,21 +214,15 @@ def operations(option: Option, call: Call) -> float:
     """
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     dim, value_dim = call.key.shape[-1], call.value.shape[-1]
-    position = np.arange(length)
+    position, keys, bandwidth = np.arange(length), option.exact_keys, option.exact_bandwidth
     last = np.minimum(position, key_length - 1) if call.is_causal else key_length - 1
-    num_exact = 0.0
-    if isinstance(option.exact_keys, int):
-        num_exact += length * option.exact_keys
-    elif option.exact_keys is not None:
-        num_exact += length * len(option.exact_keys)
-    if (bandwidth := option.exact_bandwidth) is not None:
-        first = np.maximum(position - bandwidth, 0)
-        in_band = np.minimum(position + bandwidth, last) - first + 1
+    num_exact = length * (keys if isinstance(keys, int) else len(keys or ()))
+    if bandwidth is not None:
+        in_band = np.minimum(position + bandwidth, last) - np.maximum(position - bandwidth, 0) + 1
         num_exact += np.sum(np.maximum(in_band, 0))
     of_features = (length + key_length) * option.num_features * (dim / 2 + value_dim)
     num_pairs = np.sum(np.broadcast_to(last + 1, (length,)))
-    width = dim + value_dim
-    return float((num_exact * width + of_features) / (num_pairs * width))
+    return float((num_exact + of_features / (dim + value_dim)) / num_pairs)
 
 
 def _features_alone(adapter: RandomFeatureAttention) -> RandomFeatureMechanism:
@@ -302,7 +248,7 @@ def _learn(
     request: Request,
     pairs: ExactPairs,
     *,
-    optimizer: Optimizer,
+    optimizer: Any,
 ) -> tuple[dict[str, jax.Array], Any]:
     """Returns the parameters of learned features, and the optimizer's state, after a step."""
     start: Any = mechanism.feature_map

@@ -24,13 +24,7 @@ from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
-from simrf_jax._src.integrations.nnx.layer_choice import (
-    Layer,
-    LayerChoice,
-    Learning,
-    Optimizer,
-    Option,
-)
+from simrf_jax._src.integrations.nnx.layer_choice import Layer, LayerChoice, Option
 from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.nnx.swap import Swap, Wrap, swap_attention
@@ -111,7 +105,7 @@ def linearize(
     exact_bandwidth: Sequence[int | None] = (16,),
     exact_keys: Sequence[int | tuple[int, ...] | None] = (8, 32),
     num_steps: int = 0,
-    optimizer: Optimizer | None = None,
+    optimizer: Any = None,
     where: Callable[[str, nnx.MultiHeadAttention], bool] | None = None,
     wrap: Wrap | None = None,
     call: Callable[[Any, Any], Any] | None = None,
@@ -227,19 +221,14 @@ def linearize(
         test = _joined(recording.adapters, map(record, held_out))
     finally:
         recording.undo()
-    learning = None if optimizer is None else Learning(num_steps, optimizer)
     adapters, choices = {}, {}
     for path, recorder in recording.adapters.items():
         make = functools.partial(
             RandomFeatureAttention, recorder.num_heads, recorder.head_dim, rngs=rngs, **options
         )
-        layer = Layer(make, calibrations[path], fit[path], test[path])
+        layer = Layer(make, calibrations[path], fit[path], test[path], relative_error)
         adapters[path], choices[path] = layer.choose(
-            tried,
-            relative_error=relative_error,
-            budget=budget,
-            learning=learning,
-            prng_key=features_key(rngs),
+            tried, budget, num_steps, optimizer, features_key(rngs)
         )
         _log(path, choices[path], len(choices), len(recording.adapters))
     swap = Swap.make(recording.layers, adapters, wrap)
