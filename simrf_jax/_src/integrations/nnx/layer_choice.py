@@ -42,7 +42,8 @@ class LayerChoice:
       exact_bandwidth: Distance over which queries see keys exactly, or None.
       exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None.
       is_learned: True if the features were learned, False if they are calibrated.
-      operations: Multiplications, relative to those of exact attention at the same length.
+      operations: Multiplications, relative to those of exact attention at the same length, without
+        those that choose exact keys.
       relative_error: Squared error of the outputs divided by their squared norm, given exact
         inputs, as the mean over heads and sequences.
       standard_error: Its standard error over sequences.

@@ -149,8 +149,8 @@ def linearize(
       num_features: Numbers of features of each head to try.
       exact_bandwidth: Bandwidths to try; None stands for no band.
       exact_keys: Numbers of exact keys, or tuples of their positions, to try; None stands for none.
-      num_steps: Number of steps to learn the features of an option, each on one of the
-        batches; 0 for calibrated features only.
+      num_steps: Number of steps to learn the features of an option, each on one of the batches; 0
+        for calibrated features only.
       optimizer: An ``optax.GradientTransformation`` for these steps, such as
         ``optax.adam(optax.cosine_decay_schedule(0.1, num_steps))``.
       where: Function of the path and the layer that returns True for layers to change; None for
