@@ -125,6 +125,7 @@ def test_the_report_says_what_all_pairs_in_float64_say(is_causal):
     np.testing.assert_allclose(report.output_error, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_queries_and_keys_are_fitted_as_calibrate_does():
     model = Model()
     linearize(model, where=lambda path, layer: path == "lower")
