@@ -11,10 +11,11 @@ from jaxtyping import Array, Float
 from simrf_jax._src import checks
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.pallas_gpu import backend as pallas_gpu
 from simrf_jax._src.attention.pallas_tpu import backend as pallas_tpu
 from simrf_jax._src.attention.random_features import xla
 
-Implementation: TypeAlias = Literal["xla", "pallas_tpu"]
+Implementation: TypeAlias = Literal["xla", "pallas_tpu", "pallas_gpu"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 
@@ -37,7 +38,11 @@ class Entry(Protocol):
 
 # They are tried in this order. To add one, write a module, add its line here and its name above,
 # and document it in the docstrings of ``implementation``.
-ENTRIES: dict[str, Entry] = {"pallas_tpu": pallas_tpu, "xla": xla}
+ENTRIES: dict[str, Entry] = {
+    "pallas_tpu": pallas_tpu,
+    "pallas_gpu": pallas_gpu,
+    "xla": xla,
+}
 
 
 def names_of(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.pallas_inputs import no_forward_mode
 from simrf_jax._src.attention.pallas_tpu.choice import reason_against
 from simrf_jax._src.attention.random_features.xla import attend_locally
 
@@ -17,15 +18,8 @@ PLATFORM: str | None = "tpu"
 
 def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
     """Returns the attention for a call that the kernels support."""
-    try:
+    with no_forward_mode():
         return _attend(estimator, call)
-    except TypeError as error:
-        if "custom_vjp" in str(error):
-            raise TypeError(
-                "The Pallas kernels can be differentiated in reverse mode, got a derivative in "
-                'forward mode of random-feature attention; compute it with implementation="xla".'
-            ) from error
-        raise
 
 
 @jax.jit

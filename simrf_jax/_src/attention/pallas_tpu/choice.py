@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -12,6 +11,11 @@ from jax.sharding import AxisType
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
+from simrf_jax._src.attention.pallas_inputs import (
+    reason_against_call,
+    reason_against_tokens,
+    shapes_of_form,
+)
 
 # Mosaic does not support products of bfloat16 on these chips.
 OLD_CHIPS = ("TPU v2", "TPU v3")
@@ -120,13 +124,13 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
     platform = jax.default_backend()
     if platform not in ("cpu", "tpu"):
         return f"they run on TPUs, and interpreted on CPUs, got the backend {platform}"
-    if estimator.exact_keys is not None:
-        return "they have no exact_keys"
-    if estimator.sequence_axes:
-        return "they are for whole sequences, got a call with a sequence_axis"
-    estimator.check_heads(call)
-    reason = estimator.mesh_axes.reason_against(call) or _reason_against_tokens(call)
-    return reason or _reason_against_size(estimator, call) or _reason_unasked(estimator, is_asked)
+    return (
+        reason_against_call(estimator, call)
+        or estimator.mesh_axes.reason_against(call)
+        or reason_against_tokens(call, (jnp.float32, jnp.bfloat16))
+        or _reason_against_size(estimator, call)
+        or _reason_unasked(estimator, is_asked)
+    )
 
 
 def _reason_unasked(estimator: Estimator, is_asked: bool) -> str | None:
@@ -137,32 +141,10 @@ def _reason_unasked(estimator: Estimator, is_asked: bool) -> str | None:
     return None if _runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
 
 
-def _reason_against_tokens(call: Call) -> str | None:
-    tokens = (call.query, call.key, call.value)
-    dtypes = {x.dtype for x in tokens}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
-        names = " and ".join(sorted(dtype.name for dtype in dtypes))
-        return f"queries, keys and values are {names}, not all float32 or all bfloat16"
-    sizes = [size for x in tokens for size in x.shape]
-    if not all(isinstance(size, int) for size in sizes):
-        return "a size is symbolic"
-    if 0 in sizes:
-        return "an array is empty"
-    if any(axis is not None for x in tokens for axis in jax.typeof(x).sharding.spec):
-        return "axes of type Explicit shard the arrays, so call it inside jax.shard_map"
-    return None
-
-
 def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
-    feature_map, bandwidth = estimator.feature_map, estimator.exact_bandwidth
-    of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
-    form = jax.eval_shape(of_keys, feature_map, estimator.projection)
-    if form is None:
-        return (
-            f"{type(feature_map).__name__} features are not exponentials that estimate exp(x . y)"
-        )
-    if form.rows.dtype != jnp.float32:
-        return f"projection is {form.rows.dtype.name}"
+    form, bandwidth = shapes_of_form(estimator), estimator.exact_bandwidth
+    if isinstance(form, str):
+        return form
     groups = call.query.shape[-2] // call.key.shape[-2]
     width = max(call.query.shape[-1], call.value.shape[-1])
     itemsize = call.query.dtype.itemsize

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from simrf_jax._src.attention.inputs.sharding import MeshAxes, kinds_of_axes
+from simrf_jax._src.attention.pallas_inputs import without_x64
 
 # ``forward`` or ``backward``.
 Kernel: TypeAlias = Callable[..., Any]
@@ -31,7 +31,7 @@ def on_platform(kernel: Kernel, sizes_of: Sizes, refs: Any, *arrays: Any) -> Any
     def call(*operands: Any, interpret: bool) -> Any:
         # With jax_enable_x64, indices would be int64 and some constants float64, which TPUs do not
         # support.
-        with _without_x64():
+        with without_x64():
             return kernel(sizes_of(operands[0], interpret=interpret), *operands)
 
     return jax.lax.platform_dependent(
@@ -40,12 +40,6 @@ def on_platform(kernel: Kernel, sizes_of: Sizes, refs: Any, *arrays: Any) -> Any
         tpu=functools.partial(call, interpret=False),
         cpu=functools.partial(call, interpret=True),
     )
-
-
-def _without_x64() -> contextlib.AbstractContextManager[None]:
-    if hasattr(jax, "enable_x64"):
-        return jax.enable_x64(False)
-    return jax.experimental.disable_x64()  # type: ignore[attr-defined]  # Before jax 0.8.0.
 
 
 def over_devices(kernel: Kernel, axes: MeshAxes, *arrays: Any) -> Any:

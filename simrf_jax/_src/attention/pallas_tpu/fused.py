@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
+from simrf_jax._src.attention.pallas_inputs import gradient
 from simrf_jax._src.attention.pallas_tpu import (
     backward,
     causal,
@@ -219,32 +220,12 @@ def _fused_forward(kernels: Kernels, refs: Any) -> tuple[Any, tuple[Any, Any]]:
 
 def _fused_backward(kernels: Kernels, kept: tuple[Any, Any], of_out: Any) -> tuple[Any]:
     refs, out = kept
-    of_tokens = _gradients(kernels, refs, out, of_out)
+    of_tokens = gradient(kernels.backward, refs, out, of_out)
     # The other gradients are unused, so they are not computed.
     return (jax.tree.map(jnp.zeros_like, refs)._replace(**of_tokens._asdict()),)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gradients(kernels: Kernels, refs: Any, out: Any, of_out: Any) -> Gradients:
-    """Calls the kernel of the gradient, which has no gradient itself."""
-    return kernels.backward(refs, out, of_out)
-
-
-def _gradients_forward(kernels: Kernels, *arrays: Any) -> tuple[Gradients, None]:
-    return _gradients(kernels, *arrays), None
-
-
-def _gradients_backward(kernels: Kernels, kept: None, of_gradients: Any) -> Any:
-    raise NotImplementedError(
-        "The Pallas kernels can be differentiated once, got a second derivative of "
-        'random-feature attention; compute it with implementation="xla".'
-    )
-
-
-_gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

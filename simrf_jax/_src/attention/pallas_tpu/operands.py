@@ -11,6 +11,13 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.pallas_inputs import (
+    LOG2E,
+    form_of,
+    repeated,
+    root_and_sign,
+    to_base_2,
+)
 from simrf_jax._src.attention.pallas_tpu.choice import LANES, NearProgram, Program, memory
 from simrf_jax._src.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
 from simrf_jax._src.attention.pallas_tpu.near import Band, NearRefs
@@ -20,7 +27,6 @@ from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES, Side
 from simrf_jax._src.projections import ProjectionLike
 
-LOG2E = math.log2(math.e)
 # Larger components of a query count as not finite, because their squares are not.
 LARGEST_QUERY = 1e18
 # Lengths up to the first number form one tile, and longer ones are cut into tiles of the second;
@@ -61,9 +67,9 @@ def lay_out(
         # Heads that share keys but not a mask cannot share a state.
         groups = num_heads // num_key_heads
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
-        forms = [_repeated(form, groups) for form in forms]
+        forms = [repeated(form, groups) for form in forms]
     of_queries, of_keys = forms
-    root, sign = _root_and_sign(call)
+    root, sign = root_and_sign(call)
     factors = [root * sign * LOG2E, root * LOG2E, 0.5 * LOG2E * jnp.square(root)]
     dim = _multiple(dim, TILE)
     return Refs(
@@ -113,7 +119,7 @@ def lay_out_near(call: Call, bandwidth: int) -> NearRefs:
     )
     key, value = (near(x, axis=x.ndim - 3) for x in (key, value))
     key, value = (jnp.repeat(x, groups, axis=-2) if groups > 1 else x for x in (key, value))
-    root, sign = _root_and_sign(call)
+    root, sign = root_and_sign(call)
     segments = call.with_batch_axis().segments()
     if segments is not None:
         segments = segments.astype(jnp.float32)[:, None, None]
@@ -138,7 +144,7 @@ def query_factors(
     of_queries, of_keys = (_form(feature_map, projection, side) for side in SIDES)
     *_, length, num_heads, dim = call.query.shape
     num_key_heads = call.key.shape[-2]
-    root, sign = _root_and_sign(call)
+    root, sign = root_and_sign(call)
     query = call.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
     query = query.astype(jnp.float32)
     # The kernels flag queries that are not finite. Without this, 0 * NaN would reach gradients
@@ -190,16 +196,8 @@ def _one_for_each_query(
 def _form(
     feature_map: FeatureMap, projection: ProjectionLike | None, side: Side
 ) -> ExponentialForm:
-    form = feature_map.exponential_forms(projection, side=side)
-    if form is None:
-        raise TypeError(f"{type(feature_map).__name__} has no exponential form.")
+    form = form_of(feature_map, projection, side)
     return form if form.rows.shape[-2] % SUBLANES == 0 else form.unpaired()
-
-
-def _root_and_sign(call: Call) -> tuple[jax.Array, jax.Array]:
-    scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scale = jnp.asarray(scale, jnp.float32)
-    return jnp.sqrt(jnp.abs(scale)), jnp.sign(scale)
 
 
 def band_of(refs: NearRefs, *, interpret: bool, bandwidth: int, is_causal: bool) -> Band:
@@ -342,12 +340,4 @@ def _offsets(forms: list[ExponentialForm]) -> Float[Array, "*K m 1"] | None:
 
 def _hidden(log_weights: Float[Array, "B rows S"]) -> Float[Array, "B rows S"]:
     """Returns log weights to base 2, with a finite number in place of minus infinity."""
-    too_large = log_weights > float(jnp.finfo(jnp.float32).max) / 4  # Exponents would overflow.
-    # A finite bias, however low, hides no key: equal biases of all keys change nothing.
-    scaled = jnp.maximum(log_weights * LOG2E, 0.49 * HIDDEN)
-    scaled = jnp.where(log_weights == -jnp.inf, HIDDEN, scaled)
-    return jnp.where(too_large, jnp.nan, scaled)
-
-
-def _repeated(form: ExponentialForm, groups: int) -> ExponentialForm:
-    return jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0) if x.shape[0] > 1 else x, form)
+    return to_base_2(log_weights, hidden=HIDDEN, least=0.49 * HIDDEN)

@@ -1,0 +1,83 @@
+"""The choice between the kernels and other implementations, made without loading Pallas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.pallas_inputs import (
+    reason_against_call,
+    reason_against_tokens,
+    shapes_of_form,
+)
+
+# Widths of heads whose tiles fit the shared memory and the registers.
+WIDTHS = (64, 128)
+# ``wgmma`` exists on these GPUs only: older ones have no such instruction, newer ones another one.
+CAPABILITY = "9."
+
+# Parameters of Pallas's interpreter, with which tests run the kernels on a CPU; None to compile.
+interpret: Any = None
+
+
+def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str | None:
+    """Returns why the kernels cannot take a call, or None if they can.
+
+    Args:
+      estimator: W, the feature map and options.
+      call: The call.
+      is_asked: True if the caller chose the kernels. If False, they are not used, because nothing
+        has been measured on a device.
+    """
+    if not is_asked:
+        return "they are used only where they are asked for"
+    return (
+        _reason_against_device()
+        or reason_against_call(estimator, call)
+        or _reason_against_mode(estimator, call)
+        or reason_against_tokens(call, (jnp.bfloat16,))
+        or _reason_against_size(estimator, call)
+    )
+
+
+def _reason_against_device() -> str | None:
+    if jax.__version_info__ < (0, 11):
+        return f"they need jax 0.11 or newer, got {jax.__version__}"
+    if interpret is not None:
+        return None
+    wanted = "they run on NVIDIA GPUs of compute capability 9, such as an H100 or H200, got"
+    platform = jax.default_backend()
+    if platform != "gpu":
+        return f"{wanted} the backend {platform}"
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "none"))
+    if not capability.startswith(CAPABILITY):
+        return f"{wanted} {device.device_kind} of compute capability {capability}"
+    return None
+
+
+def _reason_against_mode(estimator: Estimator, call: Call) -> str | None:
+    if call.is_causal:
+        return "they are for bidirectional attention, got is_causal=True"
+    if call.segment_ids is not None:
+        return "they are for bidirectional attention, got segment_ids"
+    if estimator.exact_bandwidth is not None:
+        return "they have no exact_bandwidth"
+    if estimator.mesh_axes.batch or estimator.mesh_axes.heads:
+        return "they have no batch_axis or head_axis, so call them inside jax.shard_map"
+    return None
+
+
+def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
+    form = shapes_of_form(estimator)
+    if isinstance(form, str):
+        return form
+    widths = (call.query.shape[-1], call.value.shape[-1])
+    if not {*widths} <= {*WIDTHS}:
+        wanted = " or ".join(map(str, WIDTHS))
+        return f"heads of queries and values must be {wanted} wide, got {widths[0]} and {widths[1]}"
+    return None

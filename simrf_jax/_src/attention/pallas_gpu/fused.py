@@ -1,0 +1,239 @@
+r"""Random-feature attention in fused kernels: two softmax attentions, and their gradients.
+
+Exponential features have the logarithms :math:`w_i \cdot x + b_i`, up to a term that all features
+of a vector share. So the rows of W first attend to all keys by softmax, and the queries then attend
+by softmax to the rows, whose values are the outputs of the first pass, and whose log-sum-exps are
+added to the logits (``RandomFeatureMechanism.virtual_tokens``). All logits are to base 2.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call, repeat_heads
+from simrf_jax._src.attention.pallas_gpu import flash
+from simrf_jax._src.attention.pallas_gpu import gradient as of_kernel
+from simrf_jax._src.attention.pallas_gpu.gradient import Side
+from simrf_jax._src.attention.pallas_gpu.tiles import TILE, Vectors, ceil_div
+from simrf_jax._src.attention.pallas_inputs import (
+    LOG2E,
+    form_of,
+    gradient,
+    repeated,
+    root_and_sign,
+    to_base_2,
+    without_x64,
+)
+from simrf_jax._src.features.exponential_form import ExponentialForm
+from simrf_jax._src.features.log_space import SIDES
+
+LEAST_TERM = -1e29  # A finite term hides no key.
+LN2 = math.log(2)
+
+
+class Operands(NamedTuple):
+    """The arrays of a call, K key heads with the same number of query heads each.
+
+    Attributes:
+      query: ``[B, T, N, H]``.
+      key: ``[B, S, K, H]``.
+      value: ``[B, S, K, D]``.
+      query_rows: W of queries, times the root of the scale, to base 2, ``[1 or K, m, H]``.
+      key_rows: W of keys, in the same layout.
+      key_terms: Logarithms to base 2 of what multiplies all features of a key, ``[B, K, S]``; minus
+        infinity hides it, and NaN marks one that is not finite.
+      row_terms: Logarithms of what multiplies the features of a row, ``[1 or K, m]``.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    query_rows: jax.Array
+    key_rows: jax.Array
+    key_terms: jax.Array
+    row_terms: jax.Array
+
+
+def attend(estimator: Estimator, call: Call, *, interpret: Any) -> Float[Array, "*batch T N D"]:
+    """Lets each query attend to all keys.
+
+    Args:
+      estimator: W and the feature map.
+      call: A call that the kernels can take.
+      interpret: Parameters of the interpreter, or None to compile.
+    """
+    with without_x64():
+        out = _attend(interpret, lay_out(call, estimator))
+    if call.query_seq_lengths is not None:
+        out = jnp.where(call.with_batch_axis().real_queries(), out, 0)
+    return out.reshape(*call.query.shape[:-1], out.shape[-1])
+
+
+def lay_out(call: Call, estimator: Estimator) -> Operands:
+    """Returns the operands, whose gradients lead to those of all arrays of the call."""
+    query, key, value = (
+        x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+        for x in (call.query, call.key, call.value)
+    )
+    of_queries, of_keys = (
+        form_of(estimator.feature_map, estimator.projection, side).unpaired() for side in SIDES
+    )
+    log_weights, groups = call.log_weights_per_key(), query.shape[2] // key.shape[2]
+    if log_weights is not None:
+        if log_weights.shape[-2] not in (1, key.shape[2]):
+            # Heads that share keys but not a mask cannot share a state.
+            key, value = (repeat_heads(x, groups, axis=2) for x in (key, value))
+            of_queries, of_keys = (repeated(form, groups) for form in (of_queries, of_keys))
+        log_weights = to_base_2(log_weights, hidden=-jnp.inf, least=LEAST_TERM)
+        # 0 * NaN is not 0.
+        visible = (jnp.swapaxes(log_weights, 1, 2) != -jnp.inf)[..., None]
+        key, value = (jnp.where(visible, x, 0) for x in (key, value))
+    root, sign = root_and_sign(call)
+    offsets = [form.offsets for form in (of_queries, of_keys) if form.offsets is not None]
+    num_rows = of_keys.rows.shape[-2]
+    return Operands(
+        query,
+        key,
+        value,
+        of_queries.rows * (sign * root * LOG2E),
+        of_keys.rows * (root * LOG2E),
+        _key_terms(of_keys, key, root, log_weights),
+        sum(offsets, jnp.zeros((1, num_rows))) * LOG2E,
+    )
+
+
+def _key_terms(
+    form: ExponentialForm, key: jax.Array, root: jax.Array, log_weights: jax.Array | None
+) -> jax.Array:
+    """Returns ``[B, K, S]``, the terms of the keys."""
+    key = key.astype(jnp.float32)
+    if form.stretch is None:
+        squares = jnp.square(root) * jnp.sum(jnp.square(key), axis=-1)
+    else:
+        num_heads, dim = key.shape[-2:]
+        stretch = jnp.broadcast_to(form.stretch, (num_heads, dim, dim))
+        stretched = jnp.einsum("bskh,kih->bski", key, stretch, precision="highest") * root
+        if form.center is not None:
+            stretched -= form.center
+        squares = jnp.sum(jnp.square(stretched), axis=-1)
+    terms = jnp.maximum(jnp.swapaxes(squares, 1, 2) * (-0.5 * LOG2E), LEAST_TERM)
+    terms = jnp.where(jnp.isfinite(terms), terms, jnp.nan)
+    return terms if log_weights is None else terms + log_weights
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(interpret: Any, operands: Operands) -> jax.Array:
+    """Returns ``[B, T, N, D]``."""
+    return _passes(interpret, operands)[1].out
+
+
+def _passes(interpret: Any, operands: Operands) -> tuple[flash.Read, flash.Read]:
+    """Returns what the rows read of the keys, and what the queries read of the rows."""
+    query, key, value = (Vectors((x,), True) for x in operands[:3])
+    rows = _split(operands.key_rows)
+    of_rows = flash.attend(rows, key, value, operands.key_terms, interpret)
+    lse = of_rows.lse + _row_terms(operands)
+    of_rows = flash.Read(of_rows.out, lse)
+    values = Vectors((of_rows.out,), False)
+    return of_rows, flash.attend(query, _split(operands.query_rows), values, lse, interpret)
+
+
+def _split(rows: jax.Array) -> Vectors:
+    """Returns rows as sums of two parts, whose products with bfloat16 keep 16 bits of the rows."""
+    padding = -rows.shape[1] % TILE
+    rows = jnp.pad(rows, [(0, 0), (0, padding), (0, 0)])[None]
+    high = rows.astype(jnp.bfloat16)
+    return Vectors((high, (rows - high.astype(jnp.float32)).astype(jnp.bfloat16)), False)
+
+
+def _row_terms(operands: Operands) -> jax.Array:
+    """Returns the terms of the rows, with minus infinity for those that are added."""
+    padding = -operands.row_terms.shape[-1] % TILE
+    return jnp.pad(operands.row_terms, [(0, 0), (0, padding)], constant_values=-jnp.inf)
+
+
+def _forward(interpret: Any, operands: Operands) -> tuple[jax.Array, Any]:
+    of_rows, of_queries = _passes(interpret, operands)
+    return of_queries.out, (operands, of_rows, of_queries)
+
+
+def _backward(interpret: Any, kept: Any, of_out: jax.Array) -> tuple[Operands]:
+    with without_x64():
+        return (gradient(functools.partial(_gradients, interpret), *kept, of_out),)
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _gradients(
+    interpret: Any,
+    operands: Operands,
+    of_rows: flash.Read,
+    of_queries: flash.Read,
+    of_out: jax.Array,
+) -> Operands:
+    """Returns the gradients of the operands, through both passes in the reverse order."""
+    batch, length, num_heads, dim = operands.query.shape
+    num_key_heads, num_rows = operands.key.shape[2], operands.key_rows.shape[1]
+    # Rows without keys, and all that is not finite, have no weights.
+    lse = jnp.where(jnp.isfinite(of_rows.lse), of_rows.lse, -jnp.inf)
+    state = jnp.where((lse > -jnp.inf)[..., None], of_rows.out, 0)
+    of_query = _without_nan(of_queries.lse)
+    good = jnp.swapaxes(of_query[..., :length], 1, 2)[..., None] > -jnp.inf
+    query = jnp.where(good, operands.query, 0)
+    products = jnp.where(good, of_out.astype(jnp.float32) * of_queries.out, 0)
+    means = jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2)
+    of_out = jnp.where(good, of_out, 0)
+    rows = _split(operands.query_rows)
+    readers = Side(Vectors((query,), True), Vectors((of_out,), True), of_query, means)
+    tokens = Side(rows, Vectors((state,), False), lse, jnp.zeros_like(lse))
+    run = functools.partial(of_kernel.gradients, interpret=interpret)
+    of_query_vectors = run(readers, tokens, num_heads, others=False, terms=False).vectors
+    of_tokens = run(tokens, readers, num_heads, others=True, terms=True)
+    # Query heads share the tokens of their key head.
+    of_query_rows, of_state, of_lse = (
+        jnp.sum(x.reshape(batch, num_key_heads, -1, *x.shape[2:]), axis=2) for x in of_tokens
+    )
+    # The first pass.
+    own = jnp.where(lse == -jnp.inf, -jnp.inf, _row_terms(operands) - lse)
+    # The mean of the gradients of a row's weights, less the gradient of its log-sum-exp.
+    means = jnp.sum(of_state * state, axis=-1) - of_lse
+    of_state = of_state.astype(jnp.bfloat16)
+    rows = Side(_split(operands.key_rows), Vectors((of_state,), False), own, means)
+    terms = jnp.where(jnp.isnan(operands.key_terms), -jnp.inf, operands.key_terms)
+    tokens = Side(
+        Vectors((operands.key,), True), Vectors((operands.value,), True), terms, jnp.zeros_like(terms)
+    )
+    of_keys = run(tokens, rows, num_key_heads, others=True, terms=True)
+    of_key_rows = run(rows, tokens, num_key_heads, others=False, terms=False).vectors
+    poisoned = jnp.isnan(of_rows.lse).any(axis=-1)[..., None, None]
+    of_key_rows = jnp.where(poisoned, 0, of_key_rows)
+
+    def of_w(x: jax.Array) -> jax.Array:
+        x = jnp.sum(x[:, :, :num_rows], axis=0) * LN2
+        return x if operands.key_rows.shape[0] > 1 else jnp.sum(x, axis=0, keepdims=True)
+
+    of_row_terms = jnp.sum(of_lse[..., :num_rows], axis=0) * LN2
+    if operands.row_terms.shape[0] == 1:
+        of_row_terms = jnp.sum(of_row_terms, axis=0, keepdims=True)
+    return Operands(
+        (of_query_vectors * LN2).astype(jnp.bfloat16),
+        (of_keys.vectors * LN2).astype(jnp.bfloat16),
+        of_keys.others,
+        of_w(of_query_rows),
+        of_w(of_key_rows),
+        of_keys.terms[..., : operands.key.shape[1]] * LN2,
+        of_row_terms,
+    )
+
+
+def _without_nan(lse: jax.Array) -> jax.Array:
+    """Returns minus the log-sum-exp, minus infinity where it is not finite."""
+    return jnp.where(jnp.isfinite(lse), -lse, -jnp.inf)

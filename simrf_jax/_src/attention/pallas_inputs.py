@@ -1,0 +1,153 @@
+"""What the fused Pallas kernels of all platforms read from a call, and what they all refuse."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.features import FeatureMap
+from simrf_jax._src.features.exponential_form import ExponentialForm
+from simrf_jax._src.features.log_space import Side
+from simrf_jax._src.projections import ProjectionLike
+
+LOG2E = math.log2(math.e)
+
+
+def reason_against_call(estimator: Estimator, call: Call) -> str | None:
+    """Returns why no kernel can take a call, or None.
+
+    Raises:
+      ValueError: If the feature map or W does not fit the heads of the keys.
+    """
+    if estimator.exact_keys is not None:
+        return "they have no exact_keys"
+    if estimator.sequence_axes:
+        return "they are for whole sequences, got a call with a sequence_axis"
+    estimator.check_heads(call)
+    return None
+
+
+def reason_against_tokens(call: Call, dtypes: tuple[Any, ...]) -> str | None:
+    """Returns why the kernels cannot take the arrays of a call, or None.
+
+    Args:
+      call: The call.
+      dtypes: Types of which all queries, keys and values must have one.
+    """
+    tokens = (call.query, call.key, call.value)
+    found = {x.dtype for x in tokens}
+    if len(found) > 1 or not found <= {jnp.dtype(dtype) for dtype in dtypes}:
+        names = " and ".join(sorted(dtype.name for dtype in found))
+        wanted = " or ".join(f"all {jnp.dtype(dtype).name}" for dtype in dtypes)
+        return f"queries, keys and values are {names}, not {wanted}"
+    sizes = [size for x in tokens for size in x.shape]
+    if not all(isinstance(size, int) for size in sizes):
+        return "a size is symbolic"
+    if 0 in sizes:
+        return "an array is empty"
+    if any(axis is not None for x in tokens for axis in jax.typeof(x).sharding.spec):
+        return "axes of type Explicit shard the arrays, so call it inside jax.shard_map"
+    return None
+
+
+def shapes_of_form(estimator: Estimator) -> ExponentialForm | str:
+    """Returns the shapes of the form of the keys' features, or why no kernel can compute them."""
+    feature_map = estimator.feature_map
+    of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
+    form = jax.eval_shape(of_keys, feature_map, estimator.projection)
+    if form is None:
+        return (
+            f"{type(feature_map).__name__} features are not exponentials that estimate exp(x . y)"
+        )
+    if form.rows.dtype != jnp.float32:
+        return f"projection is {form.rows.dtype.name}"
+    return form
+
+
+def form_of(
+    feature_map: FeatureMap, projection: ProjectionLike | None, side: Side
+) -> ExponentialForm:
+    """Returns the form of the features of queries or keys, with an axis of key heads."""
+    form = feature_map.exponential_forms(projection, side=side)
+    if form is None:
+        raise TypeError(f"{type(feature_map).__name__} has no exponential form.")
+    return form
+
+
+def repeated(form: ExponentialForm, groups: int) -> ExponentialForm:
+    """Repeats the arrays of each key head for each of its query heads."""
+    return jax.tree.map(lambda x: jnp.repeat(x, groups, axis=0) if x.shape[0] > 1 else x, form)
+
+
+def root_and_sign(call: Call) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the square root of the absolute scale, and the sign of the scale."""
+    scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
+    scale = jnp.asarray(scale, jnp.float32)
+    return jnp.sqrt(jnp.abs(scale)), jnp.sign(scale)
+
+
+def to_base_2(
+    log_weights: Float[Array, "B rows S"], *, hidden: float, least: float
+) -> Float[Array, "B rows S"]:
+    """Returns log weights to base 2, NaN where they are too large.
+
+    Args:
+      log_weights: Log weights of the keys.
+      hidden: Number in place of minus infinity.
+      least: Number in place of lower ones.
+    """
+    too_large = log_weights > float(jnp.finfo(jnp.float32).max) / 4  # Exponents would overflow.
+    # A finite bias, however low, hides no key: equal biases of all keys change nothing.
+    scaled = jnp.maximum(log_weights * LOG2E, least)
+    scaled = jnp.where(log_weights == -jnp.inf, hidden, scaled)
+    return jnp.where(too_large, jnp.nan, scaled)
+
+
+def without_x64() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which indices are int32 and constants float32, as kernels need."""
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(False)
+    return jax.experimental.disable_x64()  # type: ignore[attr-defined]  # Before jax 0.8.0.
+
+
+@contextlib.contextmanager
+def no_forward_mode() -> Iterator[None]:
+    """Raises an error that says what to do if a kernel is differentiated in forward mode."""
+    try:
+        yield
+    except TypeError as error:
+        if "custom_vjp" in str(error):
+            raise TypeError(
+                "The Pallas kernels can be differentiated in reverse mode, got a derivative in "
+                'forward mode of random-feature attention; compute it with implementation="xla".'
+            ) from error
+        raise
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradient(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Calls a function that computes a gradient and has none itself."""
+    return function(*arrays)
+
+
+def _forward(function: Callable[..., Any], *arrays: Any) -> tuple[Any, None]:
+    return gradient(function, *arrays), None
+
+
+def _backward(function: Callable[..., Any], kept: None, of_gradient: Any) -> Any:
+    raise NotImplementedError(
+        "The Pallas kernels can be differentiated once, got a second derivative of "
+        'random-feature attention; compute it with implementation="xla".'
+    )
+
+
+gradient.defvjp(_forward, _backward)
