@@ -29,6 +29,7 @@ from simrf_jax._src.attention.pallas_gpu.tiles import (
     products,
     read,
     slot_of,
+    store,
     zeros,
 )
 
@@ -50,9 +51,7 @@ class Read(NamedTuple):
     lse: jax.Array
 
 
-def attend(
-    rows: Vectors, keys: Vectors, values: Vectors, terms: jax.Array, interpret: Any
-) -> Read:
+def attend(rows: Vectors, keys: Vectors, values: Vectors, terms: jax.Array, interpret: Any) -> Read:
     """Lets each row attend to all keys.
 
     A row or a value that is not finite turns the outputs of the row, or of all rows, into NaN. The
@@ -119,14 +118,14 @@ def attend(
             ]
             copies.append(Copy(value_ref, value_tiles, values.are_tokens))
             copies.append(Copy(term_ref, term_tiles))
-            load(place, copies, full, free, part * (num * TILE), TILE, num)
+            load(place, copies, full, free, part * (num * TILE), num)
 
         @pl.when(group < WARP_GROUPS)
         def _() -> None:
             plgpu.set_max_registers(REGISTERS, action="increase")
             own = [row_tiles.at[group, i] for i in range(len(rows.parts))]
             for ref, tile in zip(row_refs, own, strict=True):
-                source = place.of(ref, start, TILE, rows.are_tokens)
+                source = place.of(ref, start, rows.are_tokens)
                 plgpu.copy_gmem_to_smem(source, tile, loaded.at[group])
             plgpu.barrier_wait(loaded.at[group])
             square = (TILE, TILE)
@@ -135,7 +134,7 @@ def attend(
                 total, denominator, top = carry
                 slot = slot_of(i)
                 plgpu.barrier_wait(full.at[slot])
-                logits = products(own, [tile.at[slot] for tile in key_tiles], TILE)
+                logits = products(own, [tile.at[slot] for tile in key_tiles])
                 logits += along(read(term_tiles.at[slot], 1), 1, square)
                 new = jnp.maximum(top, logits.max(axis=1))
                 shrink = jnp.exp2(top - new)
@@ -161,12 +160,9 @@ def attend(
             out_tiles.at[group][...] = (out + along(bad, 0, out.shape)).astype(dtype)
             lse = top + jnp.log(denominator) * LOG2E
             lse_tiles.at[group][...] = jnp.where(nothing, -jnp.inf, lse) + bad
-            plgpu.commit_smem()
             to = Place(part * batch + place.batch, place.head, num_heads)
-            tile = to.of(out_ref, start, TILE, rows.are_tokens)
-            plgpu.copy_smem_to_gmem(out_tiles.at[group], tile)
-            plgpu.copy_smem_to_gmem(lse_tiles.at[group], to.of(lse_ref, start, TILE, False))
-            plgpu.wait_smem_to_gmem(0)
+            store(out_tiles.at[group], to.of(out_ref, start, rows.are_tokens))
+            store(lse_tiles.at[group], to.of(lse_ref, start))
 
     grid = (batch, num_heads, parts, tiles)
     arrays = (*rows.parts, *keys.parts, *values.parts, terms)

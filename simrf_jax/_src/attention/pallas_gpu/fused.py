@@ -21,7 +21,7 @@ from simrf_jax._src.attention.inputs.call import Call, repeat_heads
 from simrf_jax._src.attention.pallas_gpu import flash
 from simrf_jax._src.attention.pallas_gpu import gradient as of_kernel
 from simrf_jax._src.attention.pallas_gpu.gradient import Side
-from simrf_jax._src.attention.pallas_gpu.tiles import TILE, Vectors, ceil_div
+from simrf_jax._src.attention.pallas_gpu.tiles import TILE, Vectors
 from simrf_jax._src.attention.pallas_inputs import (
     LOG2E,
     form_of,
@@ -180,7 +180,7 @@ def _gradients(
     of_out: jax.Array,
 ) -> Operands:
     """Returns the gradients of the operands, through both passes in the reverse order."""
-    batch, length, num_heads, dim = operands.query.shape
+    batch, length, num_heads, _ = operands.query.shape
     num_key_heads, num_rows = operands.key.shape[2], operands.key_rows.shape[1]
     # Rows without keys, and all that is not finite, have no weights.
     lse = jnp.where(jnp.isfinite(of_rows.lse), of_rows.lse, -jnp.inf)
@@ -193,7 +193,7 @@ def _gradients(
     of_out = jnp.where(good, of_out, 0)
     rows = _split(operands.query_rows)
     readers = Side(Vectors((query,), True), Vectors((of_out,), True), of_query, means)
-    tokens = Side(rows, Vectors((state,), False), lse, jnp.zeros_like(lse))
+    tokens = Side(rows, Vectors((state,), False), lse)
     run = functools.partial(of_kernel.gradients, interpret=interpret)
     of_query_vectors = run(readers, tokens, num_heads, others=False, terms=False).vectors
     of_tokens = run(tokens, readers, num_heads, others=True, terms=True)
@@ -208,9 +208,7 @@ def _gradients(
     of_state = of_state.astype(jnp.bfloat16)
     rows = Side(_split(operands.key_rows), Vectors((of_state,), False), own, means)
     terms = jnp.where(jnp.isnan(operands.key_terms), -jnp.inf, operands.key_terms)
-    tokens = Side(
-        Vectors((operands.key,), True), Vectors((operands.value,), True), terms, jnp.zeros_like(terms)
-    )
+    tokens = Side(Vectors((operands.key,), True), Vectors((operands.value,), True), terms)
     of_keys = run(tokens, rows, num_key_heads, others=True, terms=True)
     of_key_rows = run(rows, tokens, num_key_heads, others=False, terms=False).vectors
     poisoned = jnp.isnan(of_rows.lse).any(axis=-1)[..., None, None]

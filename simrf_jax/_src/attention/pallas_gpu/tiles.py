@@ -21,7 +21,7 @@ STAGES = 2  # Tiles that are loaded at once.
 SMS = 132  # Of an H100 or H200 with SXM.
 LEAST_PART = 4  # Fewer tiles would not repay the work of another program.
 # Registers of a thread: those of the warp group that loads go to the others.
-REGISTERS, REGISTERS_TO_LOAD = 232, 40
+REGISTERS, REGISTERS_TO_LOAD = 240, 24
 
 
 class Vectors(NamedTuple):
@@ -54,14 +54,14 @@ class Place(NamedTuple):
     head: jax.Array
     num_heads: int
 
-    def of(self, ref: Any, start: jax.Array, size: int, are_tokens: bool) -> Any:
+    def of(self, ref: Any, start: jax.Array, are_tokens: bool = False) -> Any:
         """Returns a tile of tokens, or of rows or numbers ``[B or 1, heads or 1, length, ...]``."""
         num_heads = ref.shape[2 if are_tokens else 1]
         # Query heads share the rows and the keys of their key head.
         head = lax.div(self.head, jnp.asarray(self.num_heads // num_heads, self.head.dtype))
         if are_tokens:
-            return ref.at[self.batch, pl.ds(start, size), head]
-        return ref.at[self.batch if ref.shape[0] > 1 else 0, head, pl.ds(start, size)]
+            return ref.at[self.batch, pl.ds(start, TILE), head]
+        return ref.at[self.batch if ref.shape[0] > 1 else 0, head, pl.ds(start, TILE)]
 
 
 class Copy(NamedTuple):
@@ -100,7 +100,6 @@ def load(
     full: Any,
     free: Any,
     first: jax.Array,
-    size: int,
     num: int,
 ) -> None:
     """Loads tiles one after the other, while the other warp groups compute.
@@ -111,13 +110,12 @@ def load(
       full: Barriers that say that a tile has been loaded.
       free: Barriers that say that it has been read.
       first: Position of the first tile.
-      size: Size of a tile.
       num: Number of tiles.
     """
 
     def load_tile(step: Any, slot: Any) -> None:
         for copy in copies:
-            tile = place.of(copy.source, first + step * size, size, copy.are_tokens)
+            tile = place.of(copy.source, first + step * TILE, copy.are_tokens)
             plgpu.copy_gmem_to_smem(tile, copy.target.at[slot], full.at[slot])
 
     plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
@@ -140,8 +138,8 @@ def slot_of(step: jax.Array) -> jax.Array:
     return lax.rem(step, jnp.asarray(STAGES, step.dtype))
 
 
-def products(a: Sequence[Any], b: Sequence[Any], width: int) -> jax.Array:
-    """Returns ``[TILE, width]``, the products of vectors in shared memory, given as parts."""
+def products(a: Sequence[Any], b: Sequence[Any]) -> jax.Array:
+    """Returns ``[TILE, TILE]``, the products of vectors in shared memory, given as parts."""
 
     def multiply(total: Any) -> jax.Array:
         for left in a:
@@ -149,7 +147,7 @@ def products(a: Sequence[Any], b: Sequence[Any], width: int) -> jax.Array:
                 plgpu.wgmma(total, left, right.transpose((1, 0)))
         return total[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((TILE, width), jnp.float32))
+    return pl.run_scoped(multiply, plgpu.ACC((TILE, TILE), jnp.float32))
 
 
 def add_weighted(total: jax.Array, weights: jax.Array, vectors: Any, interpret: Any) -> jax.Array:
@@ -179,6 +177,13 @@ def zeros(*shape: int) -> jax.Array:
 def read(ref: Any, axis: int) -> jax.Array:
     """Returns numbers in shared memory that lie along an axis of a matrix."""
     return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1 - axis))
+
+
+def store(tile: Any, target: Any) -> None:
+    """Copies a tile of shared memory to an array, after which it can be written again."""
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(tile, target)
+    plgpu.wait_smem_to_gmem(0)
 
 
 def call(body: Any, arrays: Any, outputs: Any, scratch: Any, grid: Any, interpret: Any) -> Any:
