@@ -134,13 +134,13 @@ def no_forward_mode() -> Iterator[None]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gradient(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Calls a function that computes a gradient and has none itself."""
+def without_gradient(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Calls a function of kernels that has no gradient itself, because it gives one."""
     return function(*arrays)
 
 
 def _forward(function: Callable[..., Any], *arrays: Any) -> tuple[Any, None]:
-    return gradient(function, *arrays), None
+    return without_gradient(function, *arrays), None
 
 
 def _backward(function: Callable[..., Any], kept: None, of_gradient: Any) -> Any:
@@ -150,4 +150,4 @@ def _backward(function: Callable[..., Any], kept: None, of_gradient: Any) -> Any
     )
 
 
-gradient.defvjp(_forward, _backward)
+without_gradient.defvjp(_forward, _backward)

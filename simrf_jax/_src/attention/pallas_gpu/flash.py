@@ -153,7 +153,7 @@ def attend(rows: Vectors, keys: Vectors, values: Vectors, terms: jax.Array, inte
             inverse = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
             out = total * along(inverse, 0, total.shape)
             if rows.are_tokens:
-                tile = plgpu.load(own[0], (), layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                tile = plgpu.load(own[0], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
                 bad = jnp.where(jnp.abs(tile) <= LARGEST, 0.0, jnp.nan).sum(axis=1)
             else:
                 bad = jnp.where(jnp.abs(out) < jnp.inf, 0.0, jnp.nan).sum(axis=1)
@@ -173,11 +173,11 @@ def attend(rows: Vectors, keys: Vectors, values: Vectors, terms: jax.Array, inte
 def _merged(found: Read, parts: int) -> Read:
     """Merges the outputs for the parts of the keys."""
     out, lse = (x.reshape(parts, -1, *x.shape[1:]) for x in found)
-    top = jnp.max(lse, axis=0)
+    top = jnp.max(lse, axis=0, keepdims=True)
     # A row that no key reaches has minus infinity everywhere, and zeros.
     top = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp2(lse - top)
-    total = jnp.sum(weights, axis=0)
+    total = jnp.sum(weights, axis=0, keepdims=True)
     weights /= jnp.where(total == 0, 1, total)
     out = jnp.sum(weights[..., None] * out, axis=0)
-    return Read(out.astype(jnp.bfloat16), top + jnp.log2(total))
+    return Read(out.astype(jnp.bfloat16), (top + jnp.log2(total))[0])

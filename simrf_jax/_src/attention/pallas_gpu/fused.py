@@ -18,23 +18,23 @@ from jaxtyping import Array, Float
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call, repeat_heads
-from simrf_jax._src.attention.pallas_gpu import flash
-from simrf_jax._src.attention.pallas_gpu import gradient as of_kernel
+from simrf_jax._src.attention.pallas_gpu import flash, gradient
 from simrf_jax._src.attention.pallas_gpu.gradient import Side
 from simrf_jax._src.attention.pallas_gpu.tiles import TILE, Vectors
 from simrf_jax._src.attention.pallas_inputs import (
     LOG2E,
     form_of,
-    gradient,
     repeated,
     root_and_sign,
     to_base_2,
+    without_gradient,
     without_x64,
 )
 from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES
 
 LEAST_TERM = -1e29  # A finite term hides no key.
+LARGEST_SQUARE = 1e30  # Keys with a larger squared length count as not finite.
 LN2 = math.log(2)
 
 
@@ -114,17 +114,18 @@ def _key_terms(
 ) -> jax.Array:
     """Returns ``[B, K, S]``, the terms of the keys."""
     key = key.astype(jnp.float32)
-    if form.stretch is None:
-        squares = jnp.square(root) * jnp.sum(jnp.square(key), axis=-1)
-    else:
+    # A key that is not finite becomes zeros, because 0 * NaN would reach its gradient.
+    is_finite = jnp.sum(jnp.square(jax.lax.stop_gradient(key)), axis=-1) <= LARGEST_SQUARE
+    stretched = jnp.where(is_finite[..., None], key, 0) * root
+    if form.stretch is not None:
         num_heads, dim = key.shape[-2:]
         stretch = jnp.broadcast_to(form.stretch, (num_heads, dim, dim))
-        stretched = jnp.einsum("bskh,kih->bski", key, stretch, precision="highest") * root
-        if form.center is not None:
-            stretched -= form.center
-        squares = jnp.sum(jnp.square(stretched), axis=-1)
-    terms = jnp.maximum(jnp.swapaxes(squares, 1, 2) * (-0.5 * LOG2E), LEAST_TERM)
-    terms = jnp.where(jnp.isfinite(terms), terms, jnp.nan)
+        stretched = jnp.einsum("bskh,kih->bski", stretched, stretch, precision="highest")
+    if form.center is not None:
+        stretched -= form.center[None, None]
+    terms = jnp.sum(jnp.square(stretched), axis=-1) * (-0.5 * LOG2E)
+    terms = jnp.where(is_finite, jnp.maximum(terms, LEAST_TERM), jnp.nan)
+    terms = jnp.swapaxes(terms, 1, 2)
     return terms if log_weights is None else terms + log_weights
 
 
@@ -154,19 +155,20 @@ def _split(rows: jax.Array) -> Vectors:
 
 
 def _row_terms(operands: Operands) -> jax.Array:
-    """Returns the terms of the rows, with minus infinity for those that are added."""
+    """Returns ``[1, 1 or K, m]``, the terms of the rows, minus infinity for rows that are added."""
     padding = -operands.row_terms.shape[-1] % TILE
-    return jnp.pad(operands.row_terms, [(0, 0), (0, padding)], constant_values=-jnp.inf)
+    return jnp.pad(operands.row_terms, [(0, 0), (0, padding)], constant_values=-jnp.inf)[None]
 
 
 def _forward(interpret: Any, operands: Operands) -> tuple[jax.Array, Any]:
-    of_rows, of_queries = _passes(interpret, operands)
+    passes = functools.partial(_passes, interpret)
+    of_rows, of_queries = without_gradient(passes, operands)
     return of_queries.out, (operands, of_rows, of_queries)
 
 
 def _backward(interpret: Any, kept: Any, of_out: jax.Array) -> tuple[Operands]:
     with without_x64():
-        return (gradient(functools.partial(_gradients, interpret), *kept, of_out),)
+        return (without_gradient(functools.partial(_gradients, interpret), *kept, of_out),)
 
 
 _attend.defvjp(_forward, _backward)
@@ -194,7 +196,7 @@ def _gradients(
     rows = _split(operands.query_rows)
     readers = Side(Vectors((query,), True), Vectors((of_out,), True), of_query, means)
     tokens = Side(rows, Vectors((state,), False), lse)
-    run = functools.partial(of_kernel.gradients, interpret=interpret)
+    run = functools.partial(gradient.gradients, interpret=interpret)
     of_query_vectors = run(readers, tokens, num_heads, others=False, terms=False).vectors
     of_tokens = run(tokens, readers, num_heads, others=True, terms=True)
     # Query heads share the tokens of their key head.
@@ -204,8 +206,8 @@ def _gradients(
     # The first pass.
     own = jnp.where(lse == -jnp.inf, -jnp.inf, _row_terms(operands) - lse)
     # The mean of the gradients of a row's weights, less the gradient of its log-sum-exp.
-    means = jnp.sum(of_state * state, axis=-1) - of_lse
     of_state = of_state.astype(jnp.bfloat16)
+    means = jnp.sum(of_state.astype(jnp.float32) * state, axis=-1) - of_lse
     rows = Side(_split(operands.key_rows), Vectors((of_state,), False), own, means)
     terms = jnp.where(jnp.isnan(operands.key_terms), -jnp.inf, operands.key_terms)
     tokens = Side(Vectors((operands.key,), True), Vectors((operands.value,), True), terms)

@@ -4,7 +4,7 @@ An attention gives a vector x of one side and a vector y of the other the weight
 ``p = exp2(x . y + a + b)``, with numbers a of x and b of y. The gradient of a logit is
 ``g = p (u . z - c - e)``, where u and c belong to x, and z and e to y. The sums over the other side
 are the gradients ``sum g y`` of x, ``sum p z`` of u and ``sum g`` of a. So one kernel computes the
-gradients of rows, where u are the gradients of their outputs, and of keys, where u are their values.
+gradients of rows, where u are the gradients of their outputs, and of keys, where u are values.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def zeros(*shape: int) -> jax.Array:
 
 def read(ref: Any, axis: int) -> jax.Array:
     """Returns numbers in shared memory that lie along an axis of a matrix."""
-    return plgpu.load(ref, (), layout=plgpu.Layout.WGMMA.reduce(1 - axis))
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis))
 
 
 def store(tile: Any, target: Any) -> None:

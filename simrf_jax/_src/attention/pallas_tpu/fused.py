@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
-from simrf_jax._src.attention.pallas_inputs import gradient
+from simrf_jax._src.attention.pallas_inputs import without_gradient
 from simrf_jax._src.attention.pallas_tpu import (
     backward,
     causal,
@@ -220,7 +220,7 @@ def _fused_forward(kernels: Kernels, refs: Any) -> tuple[Any, tuple[Any, Any]]:
 
 def _fused_backward(kernels: Kernels, kept: tuple[Any, Any], of_out: Any) -> tuple[Any]:
     refs, out = kept
-    of_tokens = gradient(kernels.backward, refs, out, of_out)
+    of_tokens = without_gradient(kernels.backward, refs, out, of_out)
     # The other gradients are unused, so they are not computed.
     return (jax.tree.map(jnp.zeros_like, refs)._replace(**of_tokens._asdict()),)
 

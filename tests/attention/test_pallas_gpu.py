@@ -1,0 +1,303 @@
+"""The fused kernels for GPUs: what they refuse, and, interpreted, the numbers that they give.
+
+The interpreter simulates the warp groups, barriers and copies of a kernel on a CPU and prints the
+races that it finds. It comes with jax 0.11, so that most of these tests are skipped with an older
+one; CONTRIBUTING.md says how to run them.
+"""
+
+import functools
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from simrf_jax import RandomFeatureMechanism, random_feature_attention
+from simrf_jax._src.attention.pallas_gpu import choice
+from tests import formulas
+from tests.attention import modes, reference
+from tests.attention.inputs import inputs, projection
+
+# The interpreter multiplies what is not finite in NumPy.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+in_kernel = functools.partial(random_feature_attention, implementation="pallas_gpu")
+by_xla = functools.partial(random_feature_attention, implementation="xla")
+interpreted = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="Pallas interprets kernels for GPUs from jax 0.11 on."
+)
+DIM = 64
+
+
+def tokens(*shape, dtype=jnp.bfloat16, **options):
+    options = {"heads": 2, "key_heads": 1, "dim": DIM} | options
+    return [jnp.asarray(x, dtype) for x in inputs(*shape, **options)]
+
+
+def wide(arrays):
+    return [jnp.asarray(x, jnp.float32) for x in arrays]
+
+
+@pytest.fixture
+def interpreter(monkeypatch, capfd):
+    """Has the kernels interpreted, and fails if they race."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    monkeypatch.setattr(choice, "interpret", plgpu.InterpretGPUParams(detect_races=True))
+    yield
+    # Only the last kernel's races can be asked for, but all are printed.
+    assert "RACE DETECTED" not in capfd.readouterr().out
+
+
+@functools.cache
+def program(attend, name):
+    """Returns the compiled output and gradients of a map, for any tokens, W and bias."""
+    library = modes.LIBRARY.get(name, modes.Library(name))
+
+    @jax.jit
+    def run(of_outputs, q, k, v, w, bias):
+        def attention(q, k, v, w, bias):
+            options = {"feature_map": library.feature_map, "bias": bias}
+            out = attend(q, k, v, library.projection(w), **options)
+            return out.astype(jnp.float32)
+
+        out, back = jax.vjp(attention, q, k, v, w, bias)
+        return out, *back(of_outputs)
+
+    return run
+
+
+MAPS = ("positive", "hyperbolic", "optimal_positive", "weighted", "calibrated", "learned")
+
+
+@interpreted
+@pytest.mark.parametrize("name", MAPS)
+def test_the_estimator_and_its_gradients(interpreter, name):
+    q, k, v = tokens(70, 75, heads=4, key_heads=2)
+    w, bias = projection(22, DIM), jnp.linspace(-1, 1, 75)
+    of_outputs = jnp.cos(jnp.arange(q.size)).reshape(q.shape)
+    got = program(in_kernel, name)(of_outputs, q, k, v, w, bias)
+    plain = program(by_xla, name)(of_outputs, q, k, v, w, bias)
+    want = list(program(by_xla, name)(of_outputs, *wide((q, k, v)), w, bias))
+    log_weights = np.broadcast_to(bias, (4, 75))
+    want[0] = reference.attention(
+        *wide((q, k, v)), w, formula=getattr(formulas, name), log_weights=log_weights
+    )
+    error = reference.relative_error
+    assert error(got[0], want[0]) <= 2 * error(plain[0], want[0])
+    for ours, exact in zip(got[1:], want[1:], strict=True):
+        if np.any(exact):  # Learned features have rows in place of W.
+            assert error(ours, exact) <= 1e-2
+        else:
+            assert not np.any(ours)
+
+
+SHAPES = {
+    "one token": ((1, 1), {"num_features": 1}),
+    "split keys": ((5, 1500), {"num_features": 66, "key_heads": 2}),
+    "wide heads": ((130, 70), {"num_features": 130, "dim": 128, "batch": (2,)}),
+    "wide values": ((70, 70), {"num_features": 64, "width": 128, "batch": (1, 2)}),
+}
+
+
+@interpreted
+@pytest.mark.parametrize(("shape", "options"), SHAPES.values(), ids=SHAPES)
+def test_any_shape(interpreter, shape, options):
+    options = dict(options)
+    num_features = options.pop("num_features")
+    q, k, v = tokens(*shape, **options)
+    w = projection(num_features, q.shape[-1], heads=k.shape[-2])
+
+    def run(attend, *arrays):
+        def attention(*arrays):
+            return attend(*arrays).astype(jnp.float32)
+
+        out, back = jax.jit(functools.partial(jax.vjp, attention))(*arrays, w)
+        return out, *back(jnp.sin(jnp.arange(out.size)).reshape(out.shape))
+
+    for got, want in zip(run(in_kernel, q, k, v), run(by_xla, *wide((q, k, v))), strict=True):
+        # With a single key, the gradients of queries and W are what rounding leaves of zero.
+        assert np.linalg.norm(got - want) <= 1e-2 * max(np.linalg.norm(want), 0.01)
+
+
+OPTIONS = {
+    "lengths": {"key_value_seq_lengths": [71, 0], "query_seq_lengths": [69, 17]},
+    "mask and bias of heads": {
+        "mask": np.arange(75) > np.arange(4)[:, None, None],
+        "bias": np.cos(np.arange(2 * 4 * 75)).reshape(2, 4, 1, 75).astype(np.float32),
+    },
+    "scale": {"scale": -0.3},
+    "a low bias": {"bias": np.full(75, np.finfo(np.float32).min)},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_options(interpreter, options):
+    q, k, v = tokens(70, 75, heads=4, key_heads=2, batch=(2,))
+    w = projection(22, DIM)
+    got, want = in_kernel(q, k, v, w, **options), by_xla(*wide((q, k, v)), w, **options)
+    assert reference.relative_error(got, want) <= 5e-3
+    np.testing.assert_array_equal(got[want == 0], 0)
+
+
+def run_with_a_hidden_key(is_bad, q, k, v):
+    """Returns outputs, and the gradients of those that are not bad."""
+    of_outputs = jnp.where(is_bad[..., None], 0.0, jnp.ones(q.shape))
+    bias = jnp.where(jnp.arange(75) == HIDDEN, -jnp.inf, 0)
+    return program(in_kernel, "positive")(of_outputs, q, k, v, projection(22, DIM), bias)
+
+
+HIDDEN, SEEN = 40, 3
+POISONED = {
+    "query": (0, SEEN),
+    "key": (1, SEEN),
+    "value": (2, SEEN),
+    "hidden key": (1, HIDDEN),
+    "hidden value": (2, HIDDEN),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(("which", "where"), POISONED.values(), ids=POISONED)
+def test_what_is_not_finite_reaches_only_who_sees_it(interpreter, which, where, bad):
+    arrays = tokens(70, 75, key_heads=2)
+    is_bad = np.zeros((70, 2), bool)
+    if where != HIDDEN:
+        is_bad[where if which == 0 else slice(None), 0] = True
+    clean, *of_clean = run_with_a_hidden_key(is_bad, *arrays)
+    arrays[which] = arrays[which].at[where, 0, 7].set(bad)
+    out, *of_poisoned = run_with_a_hidden_key(is_bad, *arrays)
+    np.testing.assert_array_equal(np.isnan(out).any(-1), is_bad)
+    np.testing.assert_array_equal(np.isnan(out).all(-1), is_bad)
+    np.testing.assert_array_equal(out[~is_bad], clean[~is_bad])
+    for got, want in zip(of_poisoned, of_clean, strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
+@interpreted
+def test_vmap(interpreter):
+    q, k, v = tokens(20, batch=(2,))
+    w = projection(11, DIM)
+    mapped = jax.vmap(lambda q, k: in_kernel(q, k, v[0], w))(q, k)
+    want = jax.vmap(lambda q, k: by_xla(q, k, v[0], w))(q, k)
+    assert reference.relative_error(mapped, want) <= 5e-3
+
+
+@interpreted
+def test_other_derivatives_name_the_implementation_that_has_them(interpreter):
+    q, k, v = tokens(5)
+
+    def total(q):
+        return jnp.sum(in_kernel(q, k, v, projection(11, DIM)))
+
+    with pytest.raises(NotImplementedError, match=r'got a second derivative .*tion="xla"'):
+        jax.grad(lambda q: jnp.sum(jnp.square(jax.grad(total)(q))))(q)
+    with pytest.raises(TypeError, match=r'got a derivative in forward mode .*tion="xla"'):
+        jax.jvp(total, (q,), (q,))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Has the choice of implementations believe that there is an H100."""
+    gpu = types.SimpleNamespace(device_kind="NVIDIA H100", compute_capability="9.0")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
+    return gpu
+
+
+REFUSED = {
+    "causal": ({"is_causal": True}, "got is_causal=True"),
+    "packed": ({"segment_ids": np.zeros(9, int)}, "got segment_ids"),
+    "band": ({"exact_bandwidth": 2}, "they have no exact_bandwidth"),
+    "exact keys": ({"exact_keys": 2}, "they have no exact_keys"),
+    "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
+    "axis": ({"head_axis": "data"}, "have no batch_axis or head_axis, .* inside jax.shard_map"),
+    "map": ({"feature_map": "relu"}, "Relu features are not exponentials"),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_calls_that_the_kernels_cannot_take(hopper, options, message):
+    with pytest.raises(ValueError, match=message):
+        in_kernel(*tokens(9, key_heads=2), projection(11, DIM), **options)
+
+
+ARRAYS = {
+    "float32": ({"dtype": jnp.float32}, "are float32, not all bfloat16"),
+    "narrow": ({"dim": 32}, "must be 64 or 128 wide, got 32 and 32"),
+    "values": ({"width": 80}, "must be 64 or 128 wide, got 64 and 80"),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("options", "message"), ARRAYS.values(), ids=ARRAYS)
+def test_arrays_that_the_kernels_cannot_take(hopper, options, message):
+    q, k, v = tokens(9, **options)
+    with pytest.raises(ValueError, match=message):
+        in_kernel(q, k, v, projection(11, q.shape[-1]))
+    with pytest.raises(ValueError, match="an array is empty"):
+        in_kernel(*tokens(9, dtype=jnp.bfloat16)[:1], *(x[:0] for x in tokens(9)[1:]), None)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("kind", "capability"), [("NVIDIA A100", "8.0"), ("NVIDIA B200", "10.0"), ("MI300", "gfx942")]
+)
+def test_gpus_without_its_instructions_are_refused(hopper, kind, capability):
+    hopper.device_kind, hopper.compute_capability = kind, capability
+    with pytest.raises(ValueError, match=f"capability 9, .* got {kind} of .* {capability}"):
+        in_kernel(*tokens(9), projection(11, DIM))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_other_platforms_are_refused(hopper, monkeypatch, platform):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with pytest.raises(ValueError, match=f"an H100 or H200, got the backend {platform}"):
+        in_kernel(*tokens(9), projection(11, DIM))
+
+
+@pytest.mark.fast
+def test_older_versions_of_jax_are_refused(hopper, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(ValueError, match=r"they need jax 0\.11 or newer, got"):
+        in_kernel(*tokens(9), projection(11, DIM))
+
+
+@pytest.mark.fast
+def test_they_are_used_only_where_they_are_asked_for(hopper, monkeypatch):
+    q, k, v = tokens(9)
+    want = by_xla(q, k, v, projection(11, DIM))
+    monkeypatch.setattr(choice, "reason_against", None)
+    np.testing.assert_array_equal(random_feature_attention(q, k, v, projection(11, DIM)), want)
+
+
+@pytest.mark.fast
+def test_the_next_implementation_takes_what_they_cannot():
+    arrays = (*tokens(9, dtype=jnp.float32), projection(11, DIM))
+    several = random_feature_attention(*arrays, implementation=("pallas_gpu", "xla"))
+    np.testing.assert_array_equal(several, by_xla(*arrays))
+
+
+@pytest.mark.fast
+def test_decoding_takes_xla():
+    q, k, v = tokens(9)
+    outputs = []
+    for implementation in ("pallas_gpu", "xla"):
+        w = projection(11, DIM)
+        mechanism = RandomFeatureMechanism(w, implementation=implementation)
+        state = mechanism.init(num_key_heads=1, head_dim=DIM, value_dim=DIM, dtype=q.dtype)
+        outputs.append(mechanism.step(state, q, k, v)[0])
+    np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.slow
+def test_pallas_is_not_loaded_with_the_library():
+    code = "import simrf_jax, sys; sys.exit('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
