@@ -242,7 +242,7 @@ def test_sequence_axes_are_names(name):
         (
             lambda: features_with(implementation="fast"),
             ValueError,
-            "implementation must be one of 'xla', 'pallas_tpu', None, got 'fast'",
+            "implementation must be one of 'xla', 'pallas_tpu', 'pallas_gpu', None, got 'fast'",
         ),
     ],
 )

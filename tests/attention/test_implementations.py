@@ -63,7 +63,10 @@ def test_if_none_can_each_says_why(register):
     ("asked", "match"),
     [
         ((), "must be a name, several or None, got none"),
-        (("xla", "cuda"), "Each implementation must be one of 'xla', 'pallas_tpu', got 'cuda'"),
+        (
+            ("xla", "cuda"),
+            "Each implementation must be one of 'xla', 'pallas_tpu', 'pallas_gpu', got 'cuda'",
+        ),
         (["xla", None], "Each implementation must be one of .* got None"),
         (3, "must be one of .* got 3"),
     ],

@@ -153,7 +153,7 @@ BAD = [
     (
         {"implementation": "cudnn"},
         ValueError,
-        "must be one of 'xla', 'pallas_tpu', None, got 'cudnn'",
+        "must be one of 'xla', 'pallas_tpu', 'pallas_gpu', None, got 'cudnn'",
     ),
     ({"scale": -np.inf}, ValueError, "scale must be finite, got -inf"),
     ({"scale": jnp.float32(jnp.inf)}, ValueError, "scale must be finite, got inf"),

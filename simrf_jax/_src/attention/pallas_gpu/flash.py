@@ -92,7 +92,7 @@ def attend(rows: Vectors, keys: Vectors, values: Vectors, terms: jax.Array, inte
         "free": plgpu.Barrier(num_arrivals=WARP_GROUPS, num_barriers=STAGES),
     }
 
-    def body(
+    def attention_pass(
         *refs: Any,
         row_tiles: Any,
         key_tiles: Any,
@@ -153,7 +153,7 @@ def attend(rows: Vectors, keys: Vectors, values: Vectors, terms: jax.Array, inte
             inverse = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
             out = total * along(inverse, 0, total.shape)
             if rows.are_tokens:
-                tile = plgpu.load(own[0], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                tile = read(own[0]).astype(jnp.float32)
                 bad = jnp.where(jnp.abs(tile) <= LARGEST, 0.0, jnp.nan).sum(axis=1)
             else:
                 bad = jnp.where(jnp.abs(out) < jnp.inf, 0.0, jnp.nan).sum(axis=1)
@@ -166,7 +166,7 @@ def attend(rows: Vectors, keys: Vectors, values: Vectors, terms: jax.Array, inte
 
     grid = (batch, num_heads, parts, tiles)
     arrays = (*rows.parts, *keys.parts, *values.parts, terms)
-    found = Read(*call(body, arrays, outputs, scratch, grid, interpret))
+    found = Read(*call(attention_pass, arrays, outputs, scratch, grid, interpret))
     return found if parts == 1 else _merged(found, parts)
 
 

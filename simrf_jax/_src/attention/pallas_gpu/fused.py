@@ -34,8 +34,7 @@ from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES
 
 LEAST_TERM = -1e29  # A finite term hides no key.
-LARGEST_SQUARE = 1e30  # Keys with a larger squared length count as not finite.
-LN2 = math.log(2)
+LARGEST = 1e15  # Larger components of a key count as not finite; their squares are close to LEAST.
 
 
 class Operands(NamedTuple):
@@ -114,9 +113,10 @@ def _key_terms(
 ) -> jax.Array:
     """Returns ``[B, K, S]``, the terms of the keys."""
     key = key.astype(jnp.float32)
-    # A key that is not finite becomes zeros, because 0 * NaN would reach its gradient.
-    is_finite = jnp.sum(jnp.square(jax.lax.stop_gradient(key)), axis=-1) <= LARGEST_SQUARE
-    stretched = jnp.where(is_finite[..., None], key, 0) * root
+    # Components that are not finite become zeros, because 0 * NaN would reach a gradient.
+    is_finite = jnp.abs(key) <= LARGEST
+    marks = jnp.sum(jnp.where(is_finite, 0.0, jnp.nan), axis=-1)
+    stretched = jnp.where(is_finite, key, 0) * root
     if form.stretch is not None:
         num_heads, dim = key.shape[-2:]
         stretch = jnp.broadcast_to(form.stretch, (num_heads, dim, dim))
@@ -124,8 +124,7 @@ def _key_terms(
     if form.center is not None:
         stretched -= form.center[None, None]
     terms = jnp.sum(jnp.square(stretched), axis=-1) * (-0.5 * LOG2E)
-    terms = jnp.where(is_finite, jnp.maximum(terms, LEAST_TERM), jnp.nan)
-    terms = jnp.swapaxes(terms, 1, 2)
+    terms = jnp.swapaxes(jnp.maximum(terms, LEAST_TERM) + marks, 1, 2)
     return terms if log_weights is None else terms + log_weights
 
 
@@ -194,43 +193,41 @@ def _gradients(
     means = jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2)
     of_out = jnp.where(good, of_out, 0)
     rows = _split(operands.query_rows)
-    readers = Side(Vectors((query,), True), Vectors((of_out,), True), of_query, means)
-    tokens = Side(rows, Vectors((state,), False), lse)
+    query_side = Side(Vectors((query,), True), Vectors((of_out,), True), of_query, means)
+    row_side = Side(rows, Vectors((state,), False), lse)
     run = functools.partial(gradient.gradients, interpret=interpret)
-    of_query_vectors = run(readers, tokens, num_heads, others=False, terms=False).vectors
-    of_tokens = run(tokens, readers, num_heads, others=True, terms=True)
-    # Query heads share the tokens of their key head.
+    (of_query_vectors,) = run(query_side, row_side, num_heads, others=False, terms=False)
+    # Query heads share the rows and the state of their key head.
     of_query_rows, of_state, of_lse = (
-        jnp.sum(x.reshape(batch, num_key_heads, -1, *x.shape[2:]), axis=2) for x in of_tokens
+        jnp.sum(x.reshape(batch, num_key_heads, -1, *x.shape[2:]), axis=2)
+        for x in run(row_side, query_side, num_heads, others=True, terms=True)
     )
     # The first pass.
     own = jnp.where(lse == -jnp.inf, -jnp.inf, _row_terms(operands) - lse)
-    # The mean of the gradients of a row's weights, less the gradient of its log-sum-exp.
     of_state = of_state.astype(jnp.bfloat16)
+    # The mean of the gradients of a row's weights, less the gradient of its log-sum-exp.
     means = jnp.sum(of_state.astype(jnp.float32) * state, axis=-1) - of_lse
-    rows = Side(_split(operands.key_rows), Vectors((of_state,), False), own, means)
+    row_side = Side(_split(operands.key_rows), Vectors((of_state,), False), own, means)
     terms = jnp.where(jnp.isnan(operands.key_terms), -jnp.inf, operands.key_terms)
-    tokens = Side(Vectors((operands.key,), True), Vectors((operands.value,), True), terms)
-    of_keys = run(tokens, rows, num_key_heads, others=True, terms=True)
-    of_key_rows = run(rows, tokens, num_key_heads, others=False, terms=False).vectors
+    key_side = Side(Vectors((operands.key,), True), Vectors((operands.value,), True), terms)
+    of_key, of_value, of_key_terms = run(key_side, row_side, num_key_heads, others=True, terms=True)
+    (of_key_rows,) = run(row_side, key_side, num_key_heads, others=False, terms=False)
+    # 0 * NaN is not 0, so a key that is not finite reaches the gradients of its head's rows.
     poisoned = jnp.isnan(of_rows.lse).any(axis=-1)[..., None, None]
     of_key_rows = jnp.where(poisoned, 0, of_key_rows)
 
-    def of_w(x: jax.Array) -> jax.Array:
-        x = jnp.sum(x[:, :, :num_rows], axis=0) * LN2
-        return x if operands.key_rows.shape[0] > 1 else jnp.sum(x, axis=0, keepdims=True)
+    def summed(x: jax.Array, like: jax.Array) -> jax.Array:
+        x = jnp.sum(x[:, :, :num_rows], axis=0)
+        return x if like.shape[0] > 1 else jnp.sum(x, axis=0, keepdims=True)
 
-    of_row_terms = jnp.sum(of_lse[..., :num_rows], axis=0) * LN2
-    if operands.row_terms.shape[0] == 1:
-        of_row_terms = jnp.sum(of_row_terms, axis=0, keepdims=True)
     return Operands(
-        (of_query_vectors * LN2).astype(jnp.bfloat16),
-        (of_keys.vectors * LN2).astype(jnp.bfloat16),
-        of_keys.others,
-        of_w(of_query_rows),
-        of_w(of_key_rows),
-        of_keys.terms[..., : operands.key.shape[1]] * LN2,
-        of_row_terms,
+        of_query_vectors,
+        of_key,
+        of_value,
+        summed(of_query_rows, operands.query_rows),
+        summed(of_key_rows, operands.key_rows),
+        of_key_terms[..., : operands.key.shape[1]] * gradient.LN2,
+        summed(of_lse, operands.row_terms) * gradient.LN2,
     )
 
 

@@ -9,6 +9,7 @@ gradients of rows, where u are the gradients of their outputs, and of keys, wher
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,8 @@ from simrf_jax._src.attention.pallas_gpu.tiles import (
     store,
     zeros,
 )
+
+LN2 = math.log(2)
 
 
 class Side(NamedTuple):
@@ -71,32 +74,21 @@ class Side(NamedTuple):
         return (terms,) if self.offsets is None else (terms, padded(self.offsets, 0))
 
 
-class Gradients(NamedTuple):
-    """Sums over the other side, in the layout of this side; in float32 for rows.
-
-    Attributes:
-      vectors: ``sum g y``.
-      others: ``sum p z``, or None if it was not asked for.
-      terms: ``sum g``, ``[B, heads, padded length]``, or None.
-    """
-
-    vectors: jax.Array
-    others: jax.Array | None
-    terms: jax.Array | None
-
-
 def gradients(
     side: Side, other: Side, num_heads: int, interpret: Any, *, others: bool, terms: bool
-) -> Gradients:
-    """Returns the gradients of a side.
+) -> tuple[jax.Array, ...]:
+    """Returns the gradients of a side, in its layout, those of rows in float32.
 
     Args:
       side: The side whose gradients are computed.
       other: The other side.
       num_heads: Number of heads for which there are gradients.
       interpret: Parameters of the interpreter, or None to compile.
-      others: True to return ``sum p z``.
-      terms: True to return ``sum g``.
+      others: True to return ``sum p z``, too.
+      terms: True to return ``sum g``, too, ``[B, heads, padded length]``.
+
+    Returns:
+      First ``sum g y``, times log 2, because the logits are to base 2.
     """
     own, batch = side.vectors, side.terms.shape[0]
     tiles = ceil_div(own.length, TILE * WARP_GROUPS)
@@ -129,7 +121,7 @@ def gradients(
         "free": plgpu.Barrier(num_arrivals=WARP_GROUPS, num_barriers=STAGES),
     }
 
-    def body(*refs: Any, **memory: Any) -> None:
+    def gradient_pass(*refs: Any, **memory: Any) -> None:
         own_refs, refs = refs[:num_own], refs[num_own:]
         streamed_refs, out_refs = refs[:num_streamed], refs[num_streamed:]
         place = Place(lax.axis_index("batch"), lax.axis_index("head"), num_heads)
@@ -191,9 +183,9 @@ def gradients(
                 zeros(TILE, side.others.dim) if others else None,
                 zeros(TILE) if terms else None,
             )
-            *found, of_terms = lax.fori_loop(0, num, step, carry)
+            of_vectors, of_others, of_terms = lax.fori_loop(0, num, step, carry)
             to = Place(part * batch + place.batch, place.head, num_heads)
-            for x, ref in zip(found, out_refs, strict=False):
+            for x, ref in zip((of_vectors * LN2, of_others), out_refs, strict=False):
                 if x is not None:
                     tile = memory["out_tiles"][x.shape[-1]].at[group]
                     tile[...] = x.astype(jnp.bfloat16)
@@ -205,10 +197,9 @@ def gradients(
 
     grid = (batch, num_heads, parts, tiles)
     arrays = (*vectors, *numbers, *streamed, *streamed_numbers)
-    found = list(call(body, arrays, outputs, scratch, grid, interpret))
-    if not own.are_tokens:
-        found = [
-            jnp.sum(x.reshape(parts, batch, *x.shape[1:]), axis=0, dtype=jnp.float32) for x in found
-        ]
-    of_terms = found.pop() if terms else None
-    return Gradients(found[0], found[1] if others else None, of_terms)
+    found = call(gradient_pass, arrays, outputs, scratch, grid, interpret)
+    if own.are_tokens:
+        return tuple(found)
+    return tuple(
+        jnp.sum(x.reshape(parts, batch, *x.shape[1:]), axis=0, dtype=jnp.float32) for x in found
+    )

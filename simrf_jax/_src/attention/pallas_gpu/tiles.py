@@ -174,9 +174,11 @@ def zeros(*shape: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def read(ref: Any, axis: int) -> jax.Array:
-    """Returns numbers in shared memory that lie along an axis of a matrix."""
-    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1 - axis))
+def read(ref: Any, axis: int | None = None) -> jax.Array:
+    """Returns a matrix in shared memory, or numbers that lie along an axis of one."""
+    load: Any = plgpu.load  # Before jax 0.11 it had another argument.
+    layout = plgpu.Layout.WGMMA
+    return load(ref, layout=layout if axis is None else layout.reduce(1 - axis))
 
 
 def store(tile: Any, target: Any) -> None:

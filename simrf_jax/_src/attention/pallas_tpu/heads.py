@@ -28,6 +28,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+# In another module from jax 0.11 on.
+_reciprocal: Any = getattr(pltpu, "reciprocal", None) or pl.reciprocal
 # Exponent of hidden keys: below all others, and finite, because infinities would make NaN.
 HIDDEN = -1e30
 # Scales of visible keys are at least this, even for keys so long that their squares overflow.
@@ -397,7 +399,7 @@ def divide(shape: Shape, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     denominator = sums[shape.value_dim : shape.value_dim + 1]
     nothing = denominator == 0
-    inverse = jnp.where(nothing, 0, pl.reciprocal(jnp.where(nothing, 1, denominator)))
+    inverse = jnp.where(nothing, 0, _reciprocal(jnp.where(nothing, 1, denominator)))
     return sums[: shape.value_dim] * inverse, inverse
 
 
