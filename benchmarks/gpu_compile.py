@@ -32,13 +32,13 @@ SLACK = 1.02
 
 
 def in_kernels(q, k, v, w):
-    """Attention in the fused kernels, which without a GPU refuse a call from outside."""
+    """Attends in the fused kernels, which without a GPU refuse a call from outside."""
     estimator = RandomFeatureMechanism(w).estimator()
     return backend.attend_compiled(estimator, Call.of(q, k, v), interpret=None)
 
 
 def by_xla(q, k, v, w):
-    """Attention by XLA."""
+    """Attends by XLA."""
     return random_feature_attention(q, k, v, w, implementation="xla")
 
 

@@ -216,7 +216,7 @@ REFUSED = {
     "band": ({"exact_bandwidth": 2}, "they have no exact_bandwidth"),
     "exact keys": ({"exact_keys": 2}, "they have no exact_keys"),
     "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
-    "axis": ({"head_axis": "data"}, "have no batch_axis or head_axis, .* inside jax.shard_map"),
+    "axis": ({"head_axis": "data"}, "have no batch_axis or head_axis; call them in jax.shard_map"),
     "map": ({"feature_map": "relu"}, "Relu features are not exponentials"),
 }
 

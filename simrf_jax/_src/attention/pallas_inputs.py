@@ -1,4 +1,4 @@
-"""What the fused Pallas kernels of all platforms read from a call, and what they all refuse."""
+"""Inputs of the fused Pallas kernels of all platforms, and the calls that none of them takes."""
 
 from __future__ import annotations
 

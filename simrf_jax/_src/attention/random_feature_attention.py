@@ -59,8 +59,8 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         ``random_feature_attention``.
       batch_axis: Mesh axes that shard the batch, for kernels; see ``random_feature_attention``.
       head_axis: Mesh axes that shard the heads, for kernels.
-      implementation: ``"xla"``, ``"pallas_tpu"``, several to try, or None in ``attend``; see
-        ``random_feature_attention``. Steps of decoding always take XLA.
+      implementation: ``"xla"``, ``"pallas_tpu"``, ``"pallas_gpu"``, several to try, or None in
+        ``attend``; see ``random_feature_attention``. Steps of decoding always take XLA.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``random_feature_attention``. The state of decoding is then an ``ExactBandState``.
       exact_keys: Number of keys that all queries see exactly, or their positions, only in
@@ -317,17 +317,21 @@ def random_feature_attention(
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      implementation: ``"pallas_tpu"`` for fused Pallas kernels, ``"xla"`` for plain JAX, or a
-        sequence of names, of which the first that supports the call is used. None uses the Pallas
-        kernels on a TPU where they support the call, and XLA elsewhere. The Pallas kernels compute
-        features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
-        learned ones) and never write them to memory. They support bidirectional, causal and packed
+      implementation: ``"pallas_tpu"`` or ``"pallas_gpu"`` for fused Pallas kernels, ``"xla"`` for
+        plain JAX, or a sequence of names, of which the first that supports the call is used. None
+        uses the Pallas kernels on a TPU where they support the call, and XLA elsewhere. The Pallas
+        kernels compute features that are exponentials (positive, hyperbolic, optimal positive,
+        calibrated and learned ones) and never write them to memory. They do not support sharded
+        lengths, and can be differentiated once, in reverse mode: choose ``"xla"`` for forward-mode
+        and second derivatives. The kernels for TPUs support bidirectional, causal and packed
         attention in bfloat16 or float32, with or without an exact band of up to 256 keys on each
-        side, but no sharded length, and can be differentiated once, in reverse mode. The gradients
-        of W, a bias, the scale and the feature map come from XLA, in addition to the kernels.
-        There, a vector whose squared length overflows counts as not finite. On a CPU the kernels
-        are interpreted, which is for tests: choose ``"xla"`` for computations on the CPU of a TPU
-        host, and for forward-mode and second derivatives.
+        side. The gradients of W, a bias, the scale and the feature map come from XLA, in addition
+        to the kernels. There, a vector whose squared length overflows counts as not finite. On a
+        CPU the kernels are interpreted, which is for tests: choose ``"xla"`` for computations on
+        the CPU of a TPU host. The kernels for GPUs support bidirectional attention in bfloat16 with
+        heads of width 64 or 128, on GPUs of compute capability 9 (H100, H200, GH200), with jax 0.11
+        or newer. There, a key with a component above 1e15 counts as not finite. They are compiled
+        and interpreted in the tests, but were never run on a GPU, so None does not choose them.
       segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
         attends only to keys of its own segment. Neighbors with equal ids belong to one segment.
       chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for a
@@ -342,10 +346,10 @@ def random_feature_attention(
         bidirectional attention, otherwise a number of permutations that is logarithmic in the
         number of devices. With an exact band they also send their neighbors the keys within it.
       batch_axis: The axis of type Auto of the mesh of ``jax.set_mesh``, or a tuple of them, that
-        shards the first batch axis. Only the Pallas kernels use it. XLA cannot partition a kernel,
-        so without it every device computes the whole batch. Leave it out inside a ``jax.shard_map``
-        over the axis. By default the kernels are used on several devices only if it and
-        ``head_axis`` name all axes of the mesh.
+        shards the first batch axis. Only the kernels for TPUs use it. XLA cannot partition a
+        kernel, so without it every device computes the whole batch. Leave it out inside a
+        ``jax.shard_map`` over the axis. By default the kernels are used on several devices only if
+        it and ``head_axis`` name all axes of the mesh.
       head_axis: The mesh axis, or a tuple of them, that shards the heads of queries and keys; see
         ``batch_axis``.
       exact_bandwidth: None, or a distance b, at least 0. Query t then weighs the keys from t - b to
@@ -387,7 +391,7 @@ def random_feature_attention(
         negative or needs another kernel than the feature map estimates, or the mask or the bias
         asks for something that linear attention cannot do; if sequence_axis is not an axis of a
         mesh, its devices do not divide the lengths, or queries and keys of causal attention then
-        differ in length; if ``implementation="pallas_tpu"`` does not support the call, or
+        differ in length; if the implementation that is asked for does not support the call, or
         batch_axis or head_axis are then not axes of a mesh that divide the batch or the heads.
 
     Example:

@@ -67,7 +67,7 @@ class ViTConfig:
       batch_axis: Mesh axes that shard the batch, for the Pallas kernels of random-feature
         attention; see ``simrf_jax.random_feature_attention``.
       head_axis: Mesh axes that shard the heads, for the Pallas kernels.
-      implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
+      implementation: ``"pallas_tpu"``, ``"pallas_gpu"``, ``"xla"`` or None; see
         ``simrf_jax.random_feature_attention``.
       exact_bandwidth: Distance in tokens over which random-feature attention sees keys exactly; see
         ``simrf_jax.random_feature_attention``. Patches are in row-major order, after the class

@@ -68,7 +68,9 @@ def _reason_against_mode(estimator: Estimator, call: Call) -> str | None:
     if estimator.exact_bandwidth is not None:
         return "they have no exact_bandwidth"
     if estimator.mesh_axes.batch or estimator.mesh_axes.heads:
-        return "they have no batch_axis or head_axis, so call them inside jax.shard_map"
+        return (
+            "they have no batch_axis or head_axis; call them in jax.shard_map(..., check_vma=False)"
+        )
     return None
 
 

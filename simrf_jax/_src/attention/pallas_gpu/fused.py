@@ -28,7 +28,6 @@ from simrf_jax._src.attention.pallas_inputs import (
     root_and_sign,
     to_base_2,
     without_gradient,
-    without_x64,
 )
 from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES
@@ -68,8 +67,7 @@ def attend(estimator: Estimator, call: Call, *, interpret: Any) -> Float[Array, 
       call: A call that the kernels can take.
       interpret: Parameters of the interpreter, or None to compile.
     """
-    with without_x64():
-        out = _attend(interpret, lay_out(call, estimator))
+    out = _attend(interpret, lay_out(call, estimator))
     if call.query_seq_lengths is not None:
         out = jnp.where(call.with_batch_axis().real_queries(), out, 0)
     return out.reshape(*call.query.shape[:-1], out.shape[-1])
@@ -104,7 +102,7 @@ def lay_out(call: Call, estimator: Estimator) -> Operands:
         of_queries.rows * (sign * root * LOG2E),
         of_keys.rows * (root * LOG2E),
         _key_terms(of_keys, key, root, log_weights),
-        sum(offsets, jnp.zeros((1, num_rows))) * LOG2E,
+        sum(offsets, jnp.zeros((1, num_rows), jnp.float32)) * LOG2E,
     )
 
 
@@ -115,7 +113,7 @@ def _key_terms(
     key = key.astype(jnp.float32)
     # Components that are not finite become zeros, because 0 * NaN would reach a gradient.
     is_finite = jnp.abs(key) <= LARGEST
-    marks = jnp.sum(jnp.where(is_finite, 0.0, jnp.nan), axis=-1)
+    marks = jnp.sum(jnp.where(is_finite, jnp.float32(0), jnp.nan), axis=-1)
     stretched = jnp.where(is_finite, key, 0) * root
     if form.stretch is not None:
         num_heads, dim = key.shape[-2:]
@@ -166,8 +164,7 @@ def _forward(interpret: Any, operands: Operands) -> tuple[jax.Array, Any]:
 
 
 def _backward(interpret: Any, kept: Any, of_out: jax.Array) -> tuple[Operands]:
-    with without_x64():
-        return (without_gradient(functools.partial(_gradients, interpret), *kept, of_out),)
+    return (without_gradient(functools.partial(_gradients, interpret), *kept, of_out),)
 
 
 _attend.defvjp(_forward, _backward)

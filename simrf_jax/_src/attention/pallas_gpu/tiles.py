@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from simrf_jax._src.attention.pallas_inputs import without_x64
+
 TILE = 64  # Rows of a matrix product of a warp group.
 WARP_GROUPS = 2  # That compute.
 STAGES = 2  # Tiles that are loaded at once.
@@ -200,7 +202,7 @@ def call(body: Any, arrays: Any, outputs: Any, scratch: Any, grid: Any, interpre
       interpret: Parameters of the interpreter, or None to compile.
     """
     options = {} if interpret is None else {"interpret": interpret}
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
         out_type=outputs,
         scratch_types=scratch,
@@ -210,4 +212,6 @@ def call(body: Any, arrays: Any, outputs: Any, scratch: Any, grid: Any, interpre
         thread_name="warp_group",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         **options,
-    )(*arrays)
+    )
+    with without_x64():
+        return kernel(*arrays)

@@ -102,7 +102,7 @@ class RandomFeatureAttention(Adapter):
       batch_axis: Mesh axes that shard the batch, for the Pallas kernels; see
         ``simrf_jax.random_feature_attention``.
       head_axis: Mesh axes that shard the heads, for the Pallas kernels.
-      implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
+      implementation: ``"pallas_tpu"``, ``"pallas_gpu"``, ``"xla"`` or None; see
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
