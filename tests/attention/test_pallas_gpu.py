@@ -10,10 +10,12 @@ import subprocess
 import sys
 import types
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from simrf_jax import RandomFeatureMechanism, random_feature_attention
 from simrf_jax._src.attention.pallas_gpu import choice
@@ -105,8 +107,32 @@ SHAPES = {
 @interpreted
 @pytest.mark.parametrize(("shape", "options"), SHAPES.values(), ids=SHAPES)
 def test_any_shape(interpreter, shape, options):
-    options = dict(options)
-    num_features = options.pop("num_features")
+    check_shape(*shape, **options)
+
+
+@interpreted
+@pytest.mark.slow
+@hypothesis.settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    length=st.integers(1, 300),
+    key_length=st.integers(2, 600),
+    key_heads=st.integers(1, 2),
+    groups=st.integers(1, 2),
+    dim=st.sampled_from([64, 128]),
+    width=st.sampled_from([64, 128]),
+    num_features=st.integers(2, 200),
+    seed=st.integers(0, 99),
+)
+def test_random_shapes(interpreter, length, key_length, key_heads, groups, **options):
+    check_shape(length, key_length, heads=groups * key_heads, key_heads=key_heads, **options)
+
+
+def check_shape(*shape, num_features, **options):
     q, k, v = tokens(*shape, **options)
     w = projection(num_features, q.shape[-1], heads=k.shape[-2])
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import contact_checks, first_contact
+from benchmarks import attention_candidates, contact_checks, first_contact
 from tests.tiers import slow_but
 
 SIZE = {"checked": (), "lengths": (), "before": ()}
@@ -109,3 +109,13 @@ def test_the_rehearsal_measures_everything(tmp_path):
     assert not [row for row in rows if row.get("failure") or row.get("faults")]
     assert {len(row["milliseconds"]) for row in rows if "milliseconds" in row} == {3}
     assert len(jax.tree.leaves(rows)) > 100
+
+
+def test_on_a_gpu_its_kernels_are_checked_and_timed(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    size = {"checked": (150,), "lengths": (197,), "before": ()}
+    checks = [name for name, _ in first_contact.pieces(size) if "pallas" in name]
+    assert checks == ["check, 150 tokens, bidirectional, bfloat16, pallas_gpu"]
+    for is_causal in (False, True):
+        found = attention_candidates.programs(197, is_causal=is_causal)
+        assert ("pallas_gpu" in found) == (not is_causal)

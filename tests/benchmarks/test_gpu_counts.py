@@ -43,7 +43,7 @@ HloModule jit_f, is_scheduled=true
 ENTRY %main (x: bf16[1024,64], y: (f32[8,64], f32[1,64])) -> f32[2] {
   %x = bf16[1024,64]{1,0} parameter(0)
   %y = (f32[8,64]{1,0}, f32[1,64]{1,0}) parameter(1)
-  %loop = (f32[8,64]{1,0}, f32[1,64]{1,0}) while(%y), body=%body, config={"known_trip_count":{"n":"5"}}
+  %loop = (f32[8,64]{1,0}, f32[1,64]{1,0}) while(%y), body=%body, {"known_trip_count":{"n":"5"}}
   %slice = (f32[2]{0}, bf16[16,64]{1,0}) fusion(%x), kind=kLoop, calls=%slices
   %first = f32[2]{0} get-tuple-element(%slice), index=0
   ROOT %call = f32[2]{0} custom-call(%first), custom_call_target="kernel"
