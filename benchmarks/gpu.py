@@ -6,13 +6,12 @@ something, and times do not.
 """
 
 import collections
-import pathlib
 import re
+from typing import NamedTuple
 
 import jax
 from jax.experimental import topologies
 
-TARGET = pathlib.Path(__file__).parent / "h200.txtpb"
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "u64": 8}
 ARRAY = re.compile(rf"\b({'|'.join(BYTES)})\[([\d,]*)\]")
 COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
@@ -24,10 +23,70 @@ Instruction = collections.namedtuple("Instruction", "name type operation rest is
 Cost = collections.namedtuple("Cost", "launches bytes")
 
 
-def compile_for_h200(function, *arguments):
-    """Compiles a function of abstract arguments for one H200."""
+class Gpu(NamedTuple):
+    """What XLA has to know of a GPU, from its data sheet.
+
+    Attributes:
+      capability: Major and minor compute capability.
+      cores: Number of multiprocessors.
+      clock: GHz.
+      bandwidth: Bytes per second.
+      cache: Bytes of the second-level cache.
+      memory: Bytes of the device.
+      shared: Bytes of shared memory of a multiprocessor, of which a program may take 1 KiB less.
+      threads: Most threads of a multiprocessor.
+      fpus: Units for float32 of a multiprocessor.
+    """
+
+    capability: tuple[int, int]
+    cores: int
+    clock: float
+    bandwidth: float
+    cache: int
+    memory: int
+    shared: int
+    threads: int = 2048
+    fpus: int = 128
+
+    def description(self, name):
+        """Returns XLA's description of the GPU, in the text format of protocol buffers."""
+        major, minor = self.capability
+        feature = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024 threads_per_warp: 32
+              shared_memory_per_block: 49152 shared_memory_per_core: {self.shared}
+              shared_memory_per_block_optin: {self.shared - 1024}
+              threads_per_core_limit: {self.threads} core_count: {self.cores}
+              fpus_per_core: {self.fpus}
+              block_dim_limit_x: {2**31 - 1} block_dim_limit_y: 65535 block_dim_limit_z: 65535
+              thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+              memory_bandwidth: {self.bandwidth:.0f} l2_cache_size: {self.cache}
+              clock_rate_ghz: {self.clock} device_memory_size: {self.memory}
+              cuda_compute_capability {{ major: {major} minor: {minor} {feature} }}
+              registers_per_core_limit: 65536 registers_per_block_limit: 65536
+              device_address_bits: 64 name: "NVIDIA {name}" model_str: "{name}"
+              device_vendor: "NVIDIA Corporation" platform_version: "{major}.{minor}"
+              driver_version: "13.0.0" runtime_version: "13.0.0"
+              compile_time_toolkit_version: "13.0.0" dnn_version: "9.10.0"
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+            device_description_str: "NVIDIA {name}"
+        """
+
+
+GPUS = {
+    "H200": Gpu((9, 0), 132, 1.98, 4.8e12, 50 * 2**20, 141 * 10**9, 228 * 2**10),
+    "A100": Gpu((8, 0), 108, 1.41, 2.0e12, 40 * 2**20, 80 * 10**9, 164 * 2**10, fpus=64),
+    "T4": Gpu((7, 5), 40, 1.59, 0.32e12, 4 * 2**20, 16 * 10**9, 64 * 2**10, 1024, 64),
+}
+
+
+def compile_for(name, function, *arguments):
+    """Compiles a function of abstract arguments for one of ``GPUS``."""
     description = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology="1x1x1"
+        platform="cuda", target_config=GPUS[name].description(name), topology="1x1x1"
     )
     mesh = topologies.make_mesh(topo=description, mesh_shape=(1,), axis_names=("x",))
     sharding = jax.NamedSharding(mesh, jax.P())
@@ -43,7 +102,7 @@ def cost_of(program):
 
     A launch reads its operands and writes its result. A fusion that only takes slices of an operand
     reads these, and one that updates part of an array in place writes the part. The body of a
-    counted loop runs as often as the loop iterates.
+    counted loop runs as often as the loop iterates. Of a conditional, the cheapest branch counts.
 
     Args:
       program: The text of an optimized HLO module.
@@ -71,6 +130,13 @@ def _cost(computations, name):
             body = _cost(computations, re.search(r"body=%([\w.-]+)", rest)[1])
             trips = int(trips[1]) if trips else 1
             total = Cost(total.launches + trips * body.launches, total.bytes + trips * body.bytes)
+            continue
+        if instruction.operation in ("call", "conditional"):
+            names = re.findall(r"to_apply=%([\w.-]+)|_computation=%([\w.-]+)", rest)
+            if listed := re.search(r"branch_computations=\{(.*?)\}", rest):
+                names = re.findall(r"()%([\w.-]+)", listed[1])
+            cost = min((_cost(computations, a or b) for a, b in names), key=lambda cost: cost.bytes)
+            total = Cost(total.launches + cost.launches, total.bytes + cost.bytes)
             continue
         called = re.search(r"calls=%([\w.-]+)", rest)
         if instruction.operation == "fusion":

@@ -1,12 +1,13 @@
-"""Attention compiled for an H200 but not run: launches, memory traffic, registers and spills.
+"""Attention compiled for GPUs but not run: launches, memory traffic, registers and spills.
 
-The fused kernels and XLA's programs are compiled for bidirectional attention in bfloat16. With
---check, the numbers must be those of ``results/gpu_compile.json``, or better; with --write, they
-become those. CONTRIBUTING says what has to be installed.
+Attention in bfloat16 is compiled in the fused kernels for an H200, and by XLA for an H200, an A100
+and a T4. With --check, the numbers must be those of ``results/gpu_compile.json``, or better; with
+--write, they become those. CONTRIBUTING says what has to be installed.
 
 Run: python -m benchmarks.gpu_compile
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -24,8 +25,8 @@ from simrf_jax._src.attention.pallas_gpu import backend
 RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_compile.json"
 MIB = 2**20
 # Batch, length, heads, their width, features.
-SIZES = {"T = 1,024": (8, 1024, 12, 64, 128), "T = 16,384": (1, 16384, 12, 64, 128)}
-WIDE = {"d = 128": (4, 1024, 12, 128, 128)}
+USUAL = (8, 1024, 12, 64, 128)
+SIZES = {"": USUAL, ", T = 16,384": (1, 16384, 12, 64, 128), ", d = 128": (4, 1024, 12, 128, 128)}
 # Numbers that must not grow.
 COUNTS = ("launches", "MiB", "spilled", "shared")
 SLACK = 1.02
@@ -37,9 +38,9 @@ def in_kernels(q, k, v, w):
     return backend.attend_compiled(estimator, Call.of(q, k, v), interpret=None)
 
 
-def by_xla(q, k, v, w):
+def by_xla(q, k, v, w, is_causal=False):
     """Attends by XLA."""
-    return random_feature_attention(q, k, v, w, implementation="xla")
+    return random_feature_attention(q, k, v, w, is_causal=is_causal, implementation="xla")
 
 
 def with_gradient(attend):
@@ -51,14 +52,14 @@ def with_gradient(attend):
     return jax.grad(loss, (0, 1, 2, 3))
 
 
-def measure(attend, size):
-    """Compiles a program and returns its numbers, and a row for each of its Mosaic kernels."""
+def measure(name, attend, size):
+    """Compiles a program for a GPU, and returns its numbers and those of its Mosaic kernels."""
     batch, length, heads, dim, num_features = size
     tokens = jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((num_features, dim), jnp.float32)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MOSAIC_GPU_DUMP_TO"] = folder
-        compiled = gpu.compile_for_h200(attend, tokens, tokens, tokens, w)
+        compiled = gpu.compile_for(name, attend, tokens, tokens, tokens, w)
         kernels = gpu.kernels(pathlib.Path(folder))
     cost = gpu.cost_of(compiled.as_text())
     memory = compiled.memory_analysis().temp_size_in_bytes
@@ -67,11 +68,15 @@ def measure(attend, size):
 
 
 def programs():
-    """Yields the name of each program, its function and its size."""
-    for name, size in (SIZES | WIDE).items():
-        for attention, attend in (("kernels", in_kernels), ("XLA", by_xla)):
-            yield f"{name}, {attention}", attend, size
-            yield f"{name}, {attention}, gradient", with_gradient(attend), size
+    """Yields the name of each program, and the GPU, the function and the size to compile it for."""
+    causal = functools.partial(by_xla, is_causal=True)
+    cases = [(f"kernels{name}", "H200", in_kernels, size) for name, size in SIZES.items()]
+    cases += [(f"XLA{name}", "H200", by_xla, size) for name, size in SIZES.items()]
+    cases += [(f"XLA, {name}", name, by_xla, USUAL) for name in ("A100", "T4")]
+    cases.append(("XLA, causal", "H200", causal, USUAL))
+    for name, device, attend, size in cases:
+        yield name, device, attend, size
+        yield f"{name}, gradient", device, with_gradient(attend), size
 
 
 def worse(got, recorded):
@@ -106,8 +111,8 @@ def main():
         os.environ[f"MOSAIC_GPU_DUMP_{what}"] = "1"
     got = {}
     print("| program | launches | HBM MiB | temporary MiB |\n| --- | --- | --- | --- |")
-    for name, attend, size in programs():
-        row, kernels = measure(attend, size)
+    for name, device, attend, size in programs():
+        row, kernels = measure(device, attend, size)
         got[name] = row | {"kernels": kernels}
         command_line.show(f"| {name} | {' | '.join(f'{value:,}' for value in row.values())} |")
     print("\n| program | kernel | registers | spilled bytes | shared memory | HGMMA |")

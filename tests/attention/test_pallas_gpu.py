@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from simrf_jax import RandomFeatureMechanism, random_feature_attention
+from simrf_jax import (
+    Projection,
+    RandomFeatureMechanism,
+    calibrate,
+    feature_maps,
+    random_feature_attention,
+)
 from simrf_jax._src.attention.pallas_gpu import choice
 from tests import formulas
 from tests.attention import modes, reference
@@ -94,6 +100,18 @@ def test_the_estimator_and_its_gradients(interpreter, name):
             assert error(ours, exact) <= 1e-2
         else:
             assert not np.any(ours)
+
+
+@interpreted
+def test_folded_features_of_pairs(interpreter):
+    q, k, v = tokens(70, 75, key_heads=2)
+    pairs = Projection(projection(8, DIM, heads=2), is_paired=True)
+    calibration = calibrate(*wide((q, k)))
+    want = by_xla(*wide((q, k, v)), pairs, feature_map=calibration)
+    folded = feature_maps.Folded.of(calibration, pairs)
+    for w, feature_map in ((pairs, calibration), (None, folded)):
+        got = in_kernel(q, k, v, w, feature_map=feature_map)
+        assert reference.relative_error(got, want) <= 5e-3
 
 
 SHAPES = {
