@@ -24,7 +24,7 @@ Cost = collections.namedtuple("Cost", "launches bytes")
 
 
 class Gpu(NamedTuple):
-    """What XLA has to know of a GPU, from its data sheet.
+    """Numbers of a GPU's data sheet that XLA asks for.
 
     Attributes:
       capability: Major and minor compute capability.

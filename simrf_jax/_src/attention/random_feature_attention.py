@@ -330,8 +330,9 @@ def random_feature_attention(
         CPU the kernels are interpreted, which is for tests: choose ``"xla"`` for computations on
         the CPU of a TPU host. The kernels for GPUs support bidirectional attention in bfloat16 with
         heads of width 64 or 128, on GPUs of compute capability 9 (H100, H200, GH200), with jax 0.11
-        or newer. There, a key with a component above 1e15 counts as not finite. They are compiled
-        and interpreted in the tests, but were never run on a GPU, so None does not choose them.
+        or newer. There, a key with a component above 1e15 counts as not finite, and a value only if
+        it is infinite or NaN. They are compiled and interpreted in the tests, but were never run on
+        a GPU, so None does not choose them.
       segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
         attends only to keys of its own segment. Neighbors with equal ids belong to one segment.
       chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for a
