@@ -8,11 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import Projection, banded_attention, feature_maps, random_feature_attention
+from simrf_jax import (
+    ExactKeys,
+    Projection,
+    banded_attention,
+    feature_maps,
+    random_feature_attention,
+)
 from simrf_jax.fmm import fmm_attention
 from tests import formulas
 from tests.attention import steps
-from tests.attention.reference import attention, banded, beside_band
+from tests.attention.reference import attention, banded, beside_band, best_keys
 
 # Runs of equal ids, one of a single token and one longer than a chunk; 3 chunks and 2 halvings.
 IDS = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 2])
@@ -208,6 +214,7 @@ def both(*, causal=False, packed=False, decode=False, **shape):
 
 # The third is no position, the fourth one that is given already.
 KEYS = (0, 5, LENGTH + 3, 5)
+BEST = ExactKeys(2, by="score")
 
 
 def joint(
@@ -223,7 +230,7 @@ def joint(
     """An exact band, exact keys or both, and random features for the rest, one normalizer."""
     band = {"exact_bandwidth": bandwidth}
     if keys is not None:
-        band["exact_keys"] = np.array(keys)
+        band["exact_keys"] = keys if keys is BEST else np.array(keys)
     library = LIBRARY.get(name, Library(name))
 
     def attend(q, k, v, w, mask=None):
@@ -238,15 +245,25 @@ def joint(
         return random_feature_attention(q, k, v, w, feature_map=feature_map, mask=mask, **options)
 
     def expected(q, k, v, w, log_weights=None):
+        visible = _visible(len(q), len(k), causal=causal or decode, packed=packed)
+        exact_keys = () if keys is None else keys
+        if keys is BEST:
+            exact_keys = best_keys(
+                k,
+                BEST.count,
+                visible=visible,
+                delay=0 if bandwidth is None else bandwidth + 1,
+                log_weights=log_weights,
+            )
         return beside_band(
             q,
             k,
             v,
             w,
             -1 if bandwidth is None else bandwidth,
-            visible=_visible(len(q), len(k), causal=causal or decode, packed=packed),
+            visible=visible,
             log_weights=log_weights,
-            exact_keys=() if keys is None else keys,
+            exact_keys=exact_keys,
             formula=getattr(formulas, name),
         )
 
@@ -288,6 +305,10 @@ MODES = {
     "exact keys, causal": joint(keys=KEYS, bandwidth=None, causal=True),
     "exact keys, packed": joint(keys=KEYS, bandwidth=None, packed=True, batch=(2, 1)),
     "exact keys, band, packed, causal": joint(keys=KEYS, packed=True, causal=True, batch=(2,)),
+    "best keys, causal, cross": joint(keys=BEST, bandwidth=None, causal=True, key_length=7),
+    "best keys, band, packed, causal": joint(keys=BEST, packed=True, causal=True, batch=(2, 1)),
+    "best keys, decoding": joint(keys=BEST, bandwidth=None, decode=True, batch=(2,)),
+    "best keys, band, decoding": joint(keys=BEST, bandwidth=2, decode=True),
 }
 OTHER_MAPS = (
     "hyperbolic",

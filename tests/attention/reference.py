@@ -64,6 +64,26 @@ def banded(
     return out
 
 
+def best_keys(key, count, *, visible, delay=0, log_weights=None, covariance=None, mean=0):
+    """Returns ``[K, T, S]``, True at the ``count`` best of the visible keys up to t - ``delay``.
+
+    Scores are those of queries x ~ N(mean, covariance), standard normal without a covariance.
+    Log weights are ``[N, S]``, the same for the query heads of a key head.
+    """
+    best = np.zeros((key.shape[1], *visible.shape), bool)
+    for k, t in np.ndindex(best.shape[:2]):
+        y = np.asarray(key[:, k], np.float64) * key.shape[-1] ** -0.25
+        spread = np.eye(y.shape[-1]) if covariance is None else covariance[k]
+        score = np.einsum("sh,hj,sj->s", y, spread, y) / 2
+        score = score + y @ np.broadcast_to(mean, key.shape[1:])[k]
+        if log_weights is not None:
+            score = score + log_weights[k * len(log_weights) // key.shape[1]]
+        seen = visible[t] & (np.arange(len(key)) <= t - delay) & (score > -np.inf)
+        order = np.argsort(np.where(seen, -score, np.inf), kind="stable")[:count]
+        best[k, t, order] = seen[order]
+    return best
+
+
 def beside_band(
     query,
     key,
@@ -80,7 +100,8 @@ def beside_band(
     """Attention with exact weights up to a bandwidth and estimates beyond, under one normalizer.
 
     Shapes are those of ``attention``; log weights are ``[N, S]``, and ``visible`` is ``[T, S]``.
-    Keys at the positions ``exact_keys``, ``[g]`` or ``[K, g]``, have exact weights for all queries.
+    Keys at the positions ``exact_keys``, ``[g]`` or ``[K, g]``, have exact weights for all queries,
+    or ``exact_keys`` is ``[K, T, S]``, True at pairs with exact weights.
     """
     query, key, value, projection = (
         None if x is None else np.asarray(x, np.float64) for x in (query, key, value, projection)
@@ -98,8 +119,9 @@ def beside_band(
         log_q, sign_q = of_queries(query[:, n] * np.sign(scale) * root, w, "softmax")
         log_k, sign_k = of_keys(key[:, k] * root, w, "softmax")
         logits = scale * query[:, n] @ key[:, k].T
-        of_head = exact_keys[k] if np.ndim(exact_keys) == 2 else exact_keys
-        is_near = is_in_band | np.isin(np.arange(len(key)), of_head)
+        of_head = exact_keys[k] if np.ndim(exact_keys) > 1 else exact_keys
+        is_exact = of_head if np.ndim(of_head) == 2 else np.isin(np.arange(len(key)), of_head)
+        is_near = is_in_band | is_exact
         for begin in range(0, len(query), 16):  # All queries together would fill the memory.
             t = slice(begin, begin + 16)
             # One more feature, 1 in size, has the exact weights of the keys nearby: [t, S, m + 1].

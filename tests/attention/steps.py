@@ -4,10 +4,20 @@ from simrf_jax import Band, RandomFeatureMechanism
 from simrf_jax.fmm import Blend
 
 
-def init_state(projection, *, feature_map="positive", head_dim=None, exact_bandwidth=None, **sizes):
+def init_state(
+    projection,
+    *,
+    feature_map="positive",
+    head_dim=None,
+    exact_bandwidth=None,
+    exact_keys=None,
+    **sizes,
+):
     """Returns the first state of random features, whose projection tells the width of the keys."""
     head_dim = projection.shape[-1] if head_dim is None else head_dim
-    mechanism = RandomFeatureMechanism(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatureMechanism(
+        projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
+    )
     return mechanism.init(head_dim=head_dim, **sizes)
 
 
@@ -21,10 +31,15 @@ def step(
     feature_map="positive",
     chunk_size=None,
     exact_bandwidth=None,
+    exact_keys=None,
     **options,
 ):
     mechanism = RandomFeatureMechanism(
-        projection, feature_map, chunk_size, exact_bandwidth=exact_bandwidth
+        projection,
+        feature_map,
+        chunk_size,
+        exact_bandwidth=exact_bandwidth,
+        exact_keys=exact_keys,
     )
     return mechanism.step(state, query, key, value, **options)
 

@@ -2,6 +2,7 @@
 
 from simrf_jax._src.attention.banded.band import Band, banded_attention
 from simrf_jax._src.attention.banded.window import Window
+from simrf_jax._src.attention.estimator import ExactKeys
 from simrf_jax._src.attention.fmm import Blend, BlendState, fmm_attention
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inspection.distillation import distillation_loss
@@ -26,6 +27,7 @@ __all__ = [
     "BlendState",
     "Call",
     "ExactBandState",
+    "ExactKeys",
     "Mechanism",
     "RandomFeatureMechanism",
     "Window",

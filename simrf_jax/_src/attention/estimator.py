@@ -6,7 +6,16 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    cast,
+    get_args,
+)
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +38,71 @@ from simrf_jax._src.projections import StructuredProjection
 ONE_DEVICE = MeshAxes()
 CHUNK_SIZE = 64  # Default number of keys per chunk of causal and packed attention.
 
-# A number of keys, or positions of keys.
-ExactKeysLike: TypeAlias = SupportsIndex | Sequence[int] | Integer[ArrayLike, "*batch g"]
+KeyRule: TypeAlias = Literal["mass", "score"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactKeys:
+    r"""A number of exact keys and the rule that chooses them, for ``exact_keys`` of attention.
+
+    ``"mass"`` is the rule of a plain number: keys with the largest sums, over all queries of the
+    sequence, of the attention weights that the features imply. ``"score"`` looks at no queries and
+    not at W, so estimates stay unbiased. It takes the keys y with the largest logarithm of a mean
+    weight, plus their bias,
+
+    .. math:: \log E e^{x \cdot y} = b \cdot y + \tfrac12 y^\top C y, \qquad x \sim N(b, C),
+
+    with the mean and the covariance of queries to which ``calibrate`` fitted the feature map.
+    Other maps, and one that has not been fitted, take standard normal queries, and so the longest
+    keys.
+
+    Causal attention accepts only ``"score"``. Query t then sees the ``count`` best of the keys up
+    to its own position exactly. With an exact band these are the best of the keys before the band.
+    A key that a better one displaces moves into the running sums and never returns. So no later key
+    affects an output, and the state of decoding has a fixed size: the running sums, and ``count``
+    keys and values with their scores.
+
+    Attributes:
+      count: Number of keys of each key head, and of each segment.
+      by: ``"mass"`` or ``"score"``.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = 2 * jax.random.normal(jax.random.key(0), (3, 100, 8, 64))
+      >>> mechanism = simrf_jax.RandomFeatureMechanism(
+      ...     simrf_jax.draw_projection(jax.random.key(1), 112, 64),
+      ...     simrf_jax.calibrate(q, k),
+      ...     exact_keys=simrf_jax.ExactKeys(16, by="score"),
+      ... )
+      >>> whole = mechanism.attend(q, k, v, is_causal=True)
+      >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
+      >>> prompt, state = mechanism.step(state, q[:99], k[:99], v[:99])
+      >>> token, state = mechanism.step(state, q[99:], k[99:], v[99:])
+      >>> bool(abs(token - whole[99:]).max() < 1e-4)
+      True
+
+    References:
+      McDermott et al., LoLA: Low-Rank Linear Attention With Sparse Caching (2025),
+      https://arxiv.org/abs/2505.23666, also keep some keys next to running sums, and add to the
+      sums what leaves.
+      Zhang et al., H2O: Heavy-Hitter Oracle (NeurIPS 2023), https://arxiv.org/abs/2306.14048, and
+      Xiao et al., Efficient Streaming Language Models with Attention Sinks (ICLR 2024),
+      https://arxiv.org/abs/2309.17453, keep some keys and drop the others.
+    """
+
+    count: SupportsIndex
+    by: KeyRule = "mass"
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        object.__setattr__(self, "count", checks.positive_int("count", self.count))
+        checks.one_of("by", self.by, get_args(KeyRule))
+
+
+# A number of keys, a number and a rule, or positions of keys.
+ExactKeysLike: TypeAlias = (
+    SupportsIndex | ExactKeys | Sequence[int] | Integer[ArrayLike, "*batch g"]
+)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -85,7 +157,9 @@ class QueryFeatures(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["projection", "feature_map"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["projection", "feature_map", "scorer"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class HeadMaps:
@@ -95,15 +169,18 @@ class HeadMaps:
       projection: W of all heads, or ``[K, num_features, H]``, one for each key head; None for a map
         that needs none.
       feature_map: The feature map, whose fields may hold one array for each key head.
+      scorer: The map before it was merged with W, which scores keys; None if nothing is scored.
     """
 
     projection: Float[Array, "*K num_features H"] | StructuredProjection | None
     feature_map: FeatureMap
+    scorer: FeatureMap | None = None
 
     def head_axes(self) -> HeadMaps:
         """Returns the axis of key heads of each part, 0 or None, as ``in_axes`` of ``jax.vmap``."""
         own = self.projection is not None and self.projection.ndim == 3
-        axes: Any = (0 if own else None, self.feature_map.head_axes())
+        scorer = None if self.scorer is None else self.scorer.head_axes()
+        axes: Any = (0 if own else None, self.feature_map.head_axes(), scorer)
         return HeadMaps(*axes)
 
     def sharded_as(self, key: Float[Array, "B S K H"]) -> HeadMaps:
@@ -143,6 +220,25 @@ class HeadMaps:
             return QueryFeatures(phi, jnp.zeros_like(phi.exponent[..., 0], bool))
         return QueryFeatures(*_split_nonfinite(phi))
 
+    def key_scores(
+        self, key: Float[Array, "B S K H"], log_weights: Float[Array, "B S K"]
+    ) -> Float[Array, "B S K"]:
+        """Returns scores of keys, their log weights included, without gradients.
+
+        They are minus infinity at keys that are hidden or not finite, and finite at all others.
+        """
+        scorer, key, log_weights = jax.lax.stop_gradient((self.scorer, key, log_weights))
+        if scorer is None:
+            raise TypeError("Keys are scored only for an Estimator that chooses keys by score.")
+        axes, of_head = scorer.head_axes(), type(scorer).key_scores
+        if jax.tree.leaves(axes):
+            scores = jax.vmap(of_head, in_axes=(axes, 2), out_axes=2)(scorer, key)
+        else:
+            scores = of_head(scorer, key)
+        scores, most = scores + log_weights, float(jnp.finfo(key.dtype).max)
+        scores = jnp.nan_to_num(scores, nan=most, posinf=most, neginf=-most)
+        return jnp.where(log_weights > -jnp.inf, scores, -jnp.inf)  # NaN is not above -inf.
+
 
 def _split_nonfinite(
     phi: LogFeatures,
@@ -162,19 +258,21 @@ def _split_nonfinite(
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=["count"]
+    jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=["count", "by"]
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyChoice:
-    """A choice of keys that all queries see exactly.
+    """A choice of keys that queries see exactly.
 
     Attributes:
-      count: Number of keys to choose, by the largest estimated mass; 0 with positions.
+      count: Number of keys to choose; 0 with positions.
       positions: ``[..., g]``, positions of the keys, counted from the end if negative; or None.
+      by: The rule that chooses a number of keys.
     """
 
     count: int
     positions: Integer[Array, "*batch g"] | None = None
+    by: KeyRule = "mass"
 
     def __repr__(self) -> str:
         return one_line.representation(self)
@@ -189,6 +287,8 @@ class KeyChoice:
         """
         if isinstance(exact_keys, KeyChoice):
             return exact_keys
+        if isinstance(exact_keys, ExactKeys):
+            return cls(int(exact_keys.count), by=exact_keys.by)
         given: Any = exact_keys
         if np.ndim(given) == 0:
             return cls(checks.positive_int("exact_keys", given))
@@ -205,16 +305,21 @@ class KeyChoice:
     def check(self, feature_map: FeatureMap, *, is_causal: bool, is_packed: bool = False) -> None:
         """Raises ``ValueError`` if a feature map or a mode of attention cannot use such keys."""
         check_estimates_softmax("exact_keys", feature_map)
-        if self.positions is None and (is_causal or is_packed):
+        if self.positions is None and self.by == "mass" and (is_causal or is_packed):
             reached = (
                 "later tokens would reach earlier outputs of causal attention"
                 if is_causal
                 else "the tokens of one packed segment would reach the outputs of another"
             )
             raise ValueError(
-                f"exact_keys={self.count} chooses keys by all queries, so {reached}; pass "
+                f"exact_keys={self.count} chooses keys by all queries, so {reached}; choose them "
+                f'by scores of the keys, exact_keys=ExactKeys({self.count}, by="score"), or pass '
                 "positions, such as the first four: exact_keys=(0, 1, 2, 3)."
             )
+
+    def keeps(self, *, is_causal: bool) -> bool:
+        """Returns whether the keys that queries see exactly change with the position."""
+        return is_causal and self.positions is None
 
     def check_batch(self, batch: Shape) -> None:
         """Raises ``ValueError`` if there are positions for other sequences."""
@@ -280,9 +385,10 @@ class Estimator:
             feature_map = _repeat_heads(feature_map, groups)
             if w is not None and w.ndim == 3:
                 w = jax.tree.map(functools.partial(repeat_heads, groups=groups, axis=0), w)
-        features = HeadMaps(w, feature_map)
+        by_score = self.exact_keys is not None and self.exact_keys.by == "score"
+        features = HeadMaps(w, feature_map, feature_map if by_score else None)
         if feature_map.multiplies_rows and _is_worth_folding(features, inputs):
-            features = HeadMaps(None, Folded.of(feature_map, w))
+            features = HeadMaps(None, Folded.of(feature_map, w), features.scorer)
         return inputs, features.sharded_as(inputs.key)
 
     def check_heads(self, call: Call) -> None:

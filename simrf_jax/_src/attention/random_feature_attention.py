@@ -15,6 +15,7 @@ from simrf_jax._src import checks, one_line
 from simrf_jax._src.attention.estimator import (
     CHUNK_SIZE,
     Estimator,
+    ExactKeys,
     ExactKeysLike,
     KeyChoice,
     check_band,
@@ -26,7 +27,7 @@ from simrf_jax._src.attention.inputs.masks import Lengths, Mask
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.attention.mechanism import Mechanism, check_kind
 from simrf_jax._src.attention.random_features import decoding
-from simrf_jax._src.attention.random_features.exact_band import ExactBandState
+from simrf_jax._src.attention.random_features.decoding import State
 from simrf_jax._src.attention.random_features.state import AttentionState
 from simrf_jax._src.attention.random_features.virtual_tokens import VirtualTokens, virtual_tokens
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
@@ -46,7 +47,7 @@ from simrf_jax._src.projections import ProjectionLike, as_projection
     ],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
+class RandomFeatureMechanism(Mechanism[State]):
     """Random-feature attention with a projection and a feature map.
 
     Attributes:
@@ -105,8 +106,9 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         if self.exact_bandwidth is not None:
             checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
         # JAX also builds this record with other leaves, which need no check.
-        if isinstance(self.exact_keys, int | np.integer | np.ndarray | jax.Array | list | tuple):
-            object.__setattr__(self, "exact_keys", KeyChoice.of(self.exact_keys))
+        given = self.exact_keys
+        if isinstance(given, int | np.integer | np.ndarray | jax.Array | list | tuple | ExactKeys):
+            object.__setattr__(self, "exact_keys", KeyChoice.of(given))
         if isinstance(self.feature_map, str) or callable(self.feature_map):
             object.__setattr__(self, "feature_map", as_feature_map(self.feature_map))
 
@@ -119,7 +121,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         estimator = self.estimator()
         return choose(self.implementation, estimator, call).attend(estimator, call)
 
-    def init_for(self, call: Call) -> AttentionState | ExactBandState:
+    def init_for(self, call: Call) -> State:
         """Returns the state before any tokens, for tokens like those of a call.
 
         It has ``[*batch, K, num_features, D + 1]`` sums and ``[*batch, K, num_features]``
@@ -128,9 +130,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         """
         return decoding.empty_state(self.estimator(), call)
 
-    def step_to(
-        self, state: AttentionState | ExactBandState, call: Call
-    ) -> tuple[Float[Array, "*batch T N D"], AttentionState | ExactBandState]:
+    def step_to(self, state: State, call: Call) -> tuple[Float[Array, "*batch T N D"], State]:
         """Attends to a state and, causally, to new tokens."""
         estimator = self.estimator()
         decoding.check_state(estimator, state, call)
@@ -138,11 +138,11 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
 
     def append(
         self,
-        state: AttentionState | ExactBandState,
+        state: State,
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         **options: Unpack[KeyOptions],
-    ) -> AttentionState | ExactBandState:
+    ) -> State:
         """Returns the state with more keys, of any number.
 
         With an exact band the keys take the positions after those of the state, so the last of them

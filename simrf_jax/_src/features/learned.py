@@ -138,6 +138,10 @@ class Learned(FeatureMap):
         pairs = self._pairs(projection, side, x.dtype)
         return jax.lax.stop_gradient(self.calibration).log_features(x, pairs, side=side)
 
+    def key_scores(self, y: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
+        """Returns the scores of keys of one head by the calibration."""
+        return self.calibration.key_scores(y)
+
     def exponential_form(self, projection: ProjectionLike | None, *, side: Side) -> ExponentialForm:
         """Returns the form of one head, for vectors that are not centered."""
         pairs = self._pairs(projection, side, jnp.result_type(self.query_rows))

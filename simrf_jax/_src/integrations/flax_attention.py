@@ -12,7 +12,14 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax._src import checks
-from simrf_jax._src.attention import Band, Blend, Call, Mechanism, RandomFeatureMechanism
+from simrf_jax._src.attention import (
+    Band,
+    Blend,
+    Call,
+    ExactKeys,
+    Mechanism,
+    RandomFeatureMechanism,
+)
 from simrf_jax._src.attention.implementations import Implementation, names_of
 from simrf_jax._src.attention.inputs.masks import differs_between_queries
 from simrf_jax._src.features import FeatureMapLike
@@ -35,7 +42,7 @@ def random_features(
     head_axis: AxisNames = None,
     implementation: Implementation | None = None,
     exact_bandwidth: int | None = None,
-    exact_keys: int | tuple[int, ...] | None = None,
+    exact_keys: int | ExactKeys | tuple[int, ...] | None = None,
 ) -> RandomFeatureMechanism:
     """Returns random-feature attention without gradients for W."""
     return RandomFeatureMechanism(
@@ -251,8 +258,11 @@ def check_kernels(
     names_of(implementation)
 
 
-def check_exact_keys(exact_keys: int | tuple[int, ...] | None) -> None:
-    """Accepts a number of keys, or a tuple of their positions, which is not model state."""
+def check_exact_keys(exact_keys: int | ExactKeys | tuple[int, ...] | None) -> None:
+    """Accepts a number of keys, with or without a rule, or a tuple of their positions."""
+    # An array of positions would be model state.
+    if isinstance(exact_keys, ExactKeys):
+        return
     for one in exact_keys if isinstance(exact_keys, tuple) else (exact_keys,):
         if one is not None:
             checks.integer("exact_keys, or each of its positions,", one)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Bool, Float
 
 from simrf_jax._src.attention.estimator import Estimator, HeadMaps
 from simrf_jax._src.attention.inputs.call import Call, Inputs
-from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
+from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
+from simrf_jax._src.attention.random_features.kept_keys import kept_pairs
 from simrf_jax._src.attention.random_features.state import largest, or_zero, signed_exp
 from simrf_jax._src.features import LogFeatures
 
@@ -63,7 +64,7 @@ def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRow
     inputs, features = estimator.lay_out(call, scaled=True)
     log_weights = _log_weights(inputs, call.is_causal)
     exact = _softmax_rows(inputs, log_weights)
-    near = are_exact(estimator, inputs, features)
+    near = are_exact(estimator, inputs, features, is_causal=call.is_causal)
     if near is None:
         estimated = _estimated_rows(inputs, features, log_weights)
     else:
@@ -78,7 +79,7 @@ def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRow
 
 
 def are_exact(
-    estimator: Estimator, inputs: Inputs, features: HeadMaps
+    estimator: Estimator, inputs: Inputs, features: HeadMaps, *, is_causal: bool
 ) -> Bool[Array, "#B T #K 1 S"] | None:
     """Returns a mask of the pairs of queries and keys with exact weights, if there are any."""
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
@@ -86,12 +87,17 @@ def are_exact(
     if estimator.exact_bandwidth is not None:
         distances = jnp.abs(jnp.arange(length)[:, None] - jnp.arange(key_length)[None])
         near = (distances <= estimator.exact_bandwidth)[None, :, None, None]
-    if estimator.exact_keys is not None and key_length:
-        exact = ExactKeys.of(inputs, features, estimator.exact_keys)
+    choice = estimator.exact_keys
+    if choice is None or key_length == 0:
+        return near
+    if choice.keeps(is_causal=is_causal):
+        delay = 0 if estimator.exact_bandwidth is None else estimator.exact_bandwidth + 1
+        of_keys = kept_pairs(inputs, features, choice.count, delay=delay)
+    else:
+        exact = SharedKeys.of(inputs, features, choice)
         of_keys = exact.among(key_length).mT[:, None, :, None]
         of_keys = jnp.broadcast_to(of_keys, (of_keys.shape[0], length, *of_keys.shape[2:]))
-        near = of_keys if near is None else of_keys | near
-    return near
+    return of_keys if near is None else of_keys | near
 
 
 def log_kernels(
@@ -116,7 +122,7 @@ def log_kernels(
             "distillation_loss needs positive features, got feature_map="
             f"{type(estimator.feature_map).__name__}, whose features may be negative."
         )
-    near = are_exact(estimator, inputs, features)
+    near = are_exact(estimator, inputs, features, is_causal=call.is_causal)
     visible = log_weights > -jnp.inf
     seen = nonfinite.mT[:, None, :, None] & visible
     if near is not None:  # Features are not used there.

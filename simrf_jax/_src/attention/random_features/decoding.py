@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,12 @@ from simrf_jax._src.attention.mechanism import (
 )
 from simrf_jax._src.attention.random_features.causal import causal_attention
 from simrf_jax._src.attention.random_features.exact_band import ExactBandState, Fields
+from simrf_jax._src.attention.random_features.kept_keys import (
+    Division,
+    ExactKeysState,
+    KeptKeys,
+    attend_with_kept_keys,
+)
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     in_units_of,
@@ -29,54 +35,69 @@ from simrf_jax._src.attention.random_features.state import (
     with_ones,
 )
 
+# Sums over keys, alone or next to exact keys.
+FarState: TypeAlias = AttentionState | ExactKeysState
+State: TypeAlias = FarState | ExactBandState
 
-def empty_state(estimator: Estimator, call: Call) -> AttentionState | ExactBandState:
+
+def empty_state(estimator: Estimator, call: Call) -> State:
     """Returns the state before any tokens, for tokens like those of a call."""
     _check_keys(estimator)
     inputs, features = estimator.lay_out(call)
-    batch = call.key.shape[:-3]
-    far = unflatten(AttentionState.empty(inputs, features), batch)
+    batch, choice = call.key.shape[:-3], estimator.exact_keys
+    far: FarState = AttentionState.empty(inputs, features)
+    if choice is not None:
+        far = ExactKeysState.empty(inputs, features, choice.count)
+    far = _unflatten_far(far, batch)
     if estimator.exact_bandwidth is None:
         return far
     return ExactBandState(unflatten(empty_window(inputs, estimator.exact_bandwidth), batch), far)
 
 
 def _check_keys(estimator: Estimator) -> None:
-    """Raises ``ValueError`` if there are exact keys, which a state does not hold."""
-    if estimator.exact_keys is not None:
+    """Raises ``ValueError`` if there are exact keys that only whole sequences have."""
+    choice = estimator.exact_keys
+    if choice is not None and (choice.positions is not None or choice.by == "mass"):
         raise ValueError(
-            "exact_keys are for whole sequences: the state of decoding holds no single keys. "
-            "exact_bandwidth has a state."
+            "Decoding chooses exact keys by scores of the keys, exact_keys=ExactKeys(count, "
+            'by="score"); positions and masses are for whole sequences.'
         )
 
 
-def check_state(estimator: Estimator, state: AttentionState | ExactBandState, call: Call) -> None:
-    """Raises if a state has another band or none, or the new tokens do not fit it."""
+def check_state(estimator: Estimator, state: State, call: Call) -> None:
+    """Raises if a state has another band or other keys, or the new tokens do not fit it."""
     _check_keys(estimator)
     check_tokens(call)
-    bandwidth = estimator.exact_bandwidth
-    check_kind(state, AttentionState if bandwidth is None else ExactBandState)
+    bandwidth, far = estimator.exact_bandwidth, state
+    if bandwidth is not None:
+        check_kind(state, ExactBandState)
     if bandwidth is not None and isinstance(state, ExactBandState):
         check_bandwidth(state.near, bandwidth)
+        far = state.far
+    check_kind(far, AttentionState if estimator.exact_keys is None else ExactKeysState)
 
 
 @jax.named_scope("random_feature_attention_step")
 def step(
-    estimator: Estimator, state: AttentionState | ExactBandState, call: Call
-) -> tuple[Float[Array, "*batch T N D"], AttentionState | ExactBandState]:
+    estimator: Estimator, state: State, call: Call
+) -> tuple[Float[Array, "*batch T N D"], State]:
     """Attends to a state and, causally, to new tokens."""
     if isinstance(state, ExactBandState):
         return _step_with_band(estimator, state, call)
     inputs, features = estimator.lay_out(call)
     check_step(call, inputs)
     batch = call.query.shape[:-3]
-    before = _flat_sums(state, inputs, features, batch)
-    if _is_one(call.query.shape[-3]):
+    before, chunk_size = _flat_far(state, inputs, features, batch), estimator.chunk_size
+    after: FarState
+    if isinstance(before, ExactKeysState):
+        read, after = attend_with_kept_keys(inputs, features, before, chunk_size=chunk_size)
+        out = read.outputs()
+    elif _is_one(call.query.shape[-3]):
         out, after = attend_to_next(inputs, features, before)
     else:
-        read, after = causal_attention(inputs, features, before, chunk_size=estimator.chunk_size)
+        read, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
         out = read.outputs()
-    return inputs.outputs(out), unflatten(after, batch)
+    return inputs.outputs(out), _unflatten_far(after, batch)
 
 
 def _step_with_band(
@@ -105,16 +126,24 @@ def _is_one(length: SupportsIndex) -> bool:
 
 
 @jax.named_scope("random_feature_attention_append")
-def append(
-    estimator: Estimator, state: AttentionState | ExactBandState, call: Call
-) -> AttentionState | ExactBandState:
+def append(estimator: Estimator, state: State, call: Call) -> State:
     """Returns the state with more keys."""
     if isinstance(state, ExactBandState):
         return _append_with_band(estimator, state, call)
     inputs, features = estimator.lay_out(call)
     batch = call.key.shape[:-3]
-    before = _flat_sums(state, inputs, features, batch)
-    return unflatten(before.merge(state_of(inputs, features)), batch)
+    before = _flat_far(state, inputs, features, batch)
+    return _unflatten_far(_with_more(before, inputs, features, estimator.chunk_size), batch)
+
+
+def _with_more(before: FarState, inputs: Inputs, features: HeadMaps, chunk_size: int) -> FarState:
+    """Returns a state with more keys."""
+    if isinstance(before, AttentionState):
+        return before.merge(state_of(inputs, features))
+    divided = Division.of(
+        inputs, None, features, before.kept, chunk_size=chunk_size, with_own_key=True
+    )
+    return ExactKeysState(divided.kept, before.far.merge(state_of(divided.far, features)))
 
 
 def _append_with_band(estimator: Estimator, state: ExactBandState, call: Call) -> ExactBandState:
@@ -124,32 +153,51 @@ def _append_with_band(estimator: Estimator, state: ExactBandState, call: Call) -
     seen, before = _flat(state, inputs, features, batch)
     leaving = seen.part(slice(length)).put_into(inputs)
     leaving = leaving.clean(scaled=True, fill_with_tokens=not features.feature_map.is_finite)
-    return _after(seen, before.merge(state_of(leaving, features)), length, batch)
+    far = _with_more(before, leaving, features, estimator.chunk_size)
+    return _after(seen, far, length, batch)
 
 
-def _flat_sums(
-    state: AttentionState, inputs: Inputs, features: HeadMaps, batch: Shape
-) -> AttentionState:
-    """Returns the sums of a state with one leading axis, if they fit the keys and values."""
+def _flat_far(state: FarState, inputs: Inputs, features: HeadMaps, batch: Shape) -> FarState:
+    """Returns a state with one leading axis, if it fits the keys and values."""
+    sums = state.far if isinstance(state, ExactKeysState) else state
     # Merging with an empty state gives it the same varying mesh axes as the tokens.
     empty = AttentionState.empty(inputs, features)
-    return empty.merge(flatten(state, empty, batch))
+    sums = empty.merge(flatten(sums, empty, batch))
+    if isinstance(state, AttentionState):
+        return sums
+    room = KeptKeys.empty(inputs, state.kept.score.shape[-2])
+    kept = flatten(state.kept, room, batch)
+    # Likewise: of these, the score is minus infinity, and the others are zeros.
+    kept = KeptKeys(
+        kept.key + room.key,
+        kept.value + room.value,
+        kept.log_weights + room.log_weights,
+        jnp.maximum(kept.score, room.score),
+    )
+    return ExactKeysState(kept, sums)
+
+
+def _unflatten_far(state: FarState, batch: Shape) -> FarState:
+    """Returns a state with the leading shape of the tokens."""
+    if isinstance(state, ExactKeysState):
+        return ExactKeysState(unflatten(state.kept, batch), unflatten(state.far, batch))
+    return unflatten(state, batch)
 
 
 def _flat(
     state: ExactBandState, inputs: Inputs, features: HeadMaps, batch: Shape
-) -> tuple[Window, AttentionState]:
+) -> tuple[Window, FarState]:
     """Returns the keys of a window followed by new ones, and the sums over the keys before."""
     bandwidth = state.near.key.shape[-3]
     expected = jax.eval_shape(lambda: empty_window(inputs, bandwidth))
     near = flatten(state.near, expected, batch)
-    return near.followed_by(inputs), _flat_sums(state.far, inputs, features, batch)
+    return near.followed_by(inputs), _flat_far(state.far, inputs, features, batch)
 
 
-def _after(seen: Window, far: AttentionState, length: int, batch: Shape) -> ExactBandState:
+def _after(seen: Window, far: FarState, length: int, batch: Shape) -> ExactBandState:
     """Returns the state after ``length`` new keys, which pushed that many out of the window."""
     near = seen.part(slice(length, None))
-    return ExactBandState(unflatten(near, batch), unflatten(far, batch))
+    return ExactBandState(unflatten(near, batch), _unflatten_far(far, batch))
 
 
 def attend_to_next(

@@ -26,7 +26,8 @@ from simrf_jax._src.attention.random_features.causal import (
     one_key_for_each_query,
     read_earlier,
 )
-from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
+from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
+from simrf_jax._src.attention.random_features.kept_keys import Division, ExactKeysState
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
@@ -40,11 +41,12 @@ class ExactBandState(NamedTuple):
 
     Attributes:
       near: The last ``bandwidth`` keys and values.
-      far: Sums over the keys before them.
+      far: Sums over the keys before them; with ``exact_keys``, some of these keys and sums over
+        the others.
     """
 
     near: Window
-    far: AttentionState
+    far: AttentionState | ExactKeysState
 
     def __repr__(self) -> str:
         return one_line.representation(self)
@@ -119,12 +121,12 @@ class Fields(NamedTuple):
     def attend(
         self,
         features: HeadMaps,
-        before: AttentionState,
+        before: AttentionState | ExactKeysState,
         after: AttentionState | None,
         *,
         chunk_size: int,
         more: tuple[Readout, Bool[Array, "B T K G"]] | None = None,
-    ) -> tuple[Float[Array, "B T K G D"], AttentionState]:
+    ) -> tuple[Float[Array, "B T K G D"], AttentionState | ExactKeysState]:
         r"""Lets each query attend to the keys of its band and to all others.
 
         .. math::
@@ -144,10 +146,21 @@ class Fields(NamedTuple):
           all keys before the band of the next query.
         """
         near = sum_in_windows(self.near, self.blocks)
-        tokens = Tokens.of(self.earlier, self.segments)
-        read, state = read_earlier(tokens, features, before, chunk_size=chunk_size)
+        readout, earlier, divided = Readout(near.sums, near.shift), self.earlier, None
+        if isinstance(before, ExactKeysState):
+            divided = Division.of(
+                earlier,
+                self.segments,
+                features,
+                before.kept,
+                chunk_size=chunk_size,
+                with_own_key=False,
+            )
+            readout, earlier, before = readout.add(divided.near), divided.far, before.far
+        tokens = Tokens.of(earlier, self.segments)
+        read, far_state = read_earlier(tokens, features, before, chunk_size=chunk_size)
         far, poisoned = in_units_of_the_kernel(read)
-        readout, poisoned = far.add(Readout(near.sums, near.shift)), poisoned | near.poisoned
+        readout, poisoned = far.add(readout), poisoned | near.poisoned
         if self.later is not None and after is not None:
             tokens = flip(Tokens.of(self.later, self.segments))
             read, _ = read_earlier(tokens, features, after, chunk_size=chunk_size)
@@ -155,6 +168,7 @@ class Fields(NamedTuple):
             readout, poisoned = readout.add(far), poisoned | sees_nonfinite
         if more is not None:
             readout, poisoned = readout.add(more[0]), poisoned | more[1]
+        state = far_state if divided is None else ExactKeysState(divided.kept, far_state)
         return jnp.where(poisoned[..., None], jnp.nan, readout.outputs()), state
 
 
@@ -178,9 +192,10 @@ def attend_with_band(
       chunk_size: Number of keys per chunk of the far field, a power of two.
     """
     feature_map, hidden, more = features.feature_map, None, None
-    if choice is not None:
+    keeps = choice is not None and choice.keeps(is_causal=is_causal)
+    if choice is not None and not keeps:
         scaled = inputs.clean(scaled=True, fill_with_tokens=not feature_map.is_finite)
-        exact = ExactKeys.of(scaled, features, choice)
+        exact = SharedKeys.of(scaled, features, choice)
         hidden = exact.among(inputs.key.shape[1])
         more = exact.read(scaled, is_causal=is_causal, bandwidth=bandwidth)
     fields = Fields.of(inputs, feature_map, bandwidth=bandwidth, is_causal=is_causal, hidden=hidden)
@@ -188,5 +203,8 @@ def attend_with_band(
     after = None if is_causal else empty
     if after is not None and fields.trailing.key.shape[1] > 0:
         after = state_of(fields.trailing, features)
-    out, _ = fields.attend(features, empty, after, chunk_size=chunk_size, more=more)
+    before: AttentionState | ExactKeysState = empty
+    if choice is not None and keeps:
+        before = ExactKeysState.empty(fields.earlier, features, choice.count)
+    out, _ = fields.attend(features, before, after, chunk_size=chunk_size, more=more)
     return fields.outputs(out)

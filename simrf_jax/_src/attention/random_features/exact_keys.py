@@ -33,7 +33,7 @@ from simrf_jax._src.attention.random_features.state import (
 from simrf_jax._src.features import LogFeatures, calls_function
 
 
-class ExactKeys(NamedTuple):
+class SharedKeys(NamedTuple):
     """The keys that queries see exactly, for each key head.
 
     Attributes:
@@ -51,14 +51,14 @@ class ExactKeys(NamedTuple):
     nonfinite: Bool[Array, "B g K"]
 
     @classmethod
-    def of(cls, inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> ExactKeys:
+    def of(cls, inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> SharedKeys:
         """Returns the chosen keys.
 
         Args:
           inputs: Queries and keys, of which there is at least one, multiplied by the square root of
             the scale.
           features: Their feature maps.
-          choice: The number of keys, or their positions.
+          choice: The number of keys and the rule that chooses them, or their positions.
         """
         position = choice_of(inputs, features, choice)
         log_weights = _at(inputs.key_log_weights, position)
@@ -158,7 +158,11 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
     """Returns the positions of the chosen keys, ``[B, g, K]``; the length where there is none."""
     length, positions = inputs.key.shape[1], choice.positions
     if positions is None:
-        mass = jnp.moveaxis(estimated_mass(inputs, features), 1, -1)
+        if choice.by == "mass":
+            mass = estimated_mass(inputs, features)
+        else:
+            mass = features.key_scores(inputs.key, inputs.key_log_weights)
+        mass = jnp.moveaxis(mass, 1, -1)
         # A symbolic length, of jax.export, is assumed to be at least that.
         count = min(choice.count, length) if isinstance(length, int) else choice.count
         return jnp.moveaxis(jax.lax.top_k(mass, count)[1], -1, 1)

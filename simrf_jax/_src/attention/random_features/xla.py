@@ -15,8 +15,12 @@ from simrf_jax._src.attention.inputs.call import Call, Inputs, contract
 from simrf_jax._src.attention.inputs.sharding import find_shards
 from simrf_jax._src.attention.random_features.causal import causal_attention, packed_attention
 from simrf_jax._src.attention.random_features.exact_band import attend_with_band
-from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
+from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
 from simrf_jax._src.attention.random_features.exchange import attend_over_devices
+from simrf_jax._src.attention.random_features.kept_keys import (
+    ExactKeysState,
+    attend_with_kept_keys,
+)
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Keys,
@@ -66,13 +70,17 @@ def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N
             chunk_size=estimator.chunk_size,
         )
     exact = None
-    if choice is not None:
-        exact = ExactKeys.of(inputs, features, choice)
+    keeps = choice is not None and choice.keeps(is_causal=call.is_causal)
+    if choice is not None and not keeps:
+        exact = SharedKeys.of(inputs, features, choice)
         inputs = inputs.without(exact.among(inputs.key.shape[1]))
     if not call.in_order():
         return inputs.outputs(bidirectional_attention(inputs, features, exact))
     empty, chunk_size = AttentionState.empty(inputs, features), estimator.chunk_size
-    if call.is_causal:
+    if choice is not None and keeps:
+        state = ExactKeysState.empty(inputs, features, choice.count)
+        read, _ = attend_with_kept_keys(inputs, features, state, chunk_size=chunk_size)
+    elif call.is_causal:
         read, _ = causal_attention(inputs, features, empty, chunk_size=chunk_size)
     else:
         read = packed_attention(inputs, features, empty, empty, chunk_size=chunk_size)
@@ -82,7 +90,7 @@ def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N
 
 
 def bidirectional_attention(
-    inputs: Inputs, features: HeadMaps, exact: ExactKeys | None = None
+    inputs: Inputs, features: HeadMaps, exact: SharedKeys | None = None
 ) -> Float[Array, "B T K G D"]:
     r"""Lets each query attend to all keys.
 
@@ -120,7 +128,7 @@ def bidirectional_attention(
 
 
 def _attend_at_once(
-    inputs: Inputs, features: HeadMaps, exact: ExactKeys | None
+    inputs: Inputs, features: HeadMaps, exact: SharedKeys | None
 ) -> Float[Array, "B T K G D"]:
     """Computes the features of all tokens at once."""
     state, poisoned = sum_keys(Keys.of(inputs, None), features)
@@ -135,7 +143,7 @@ def _attend_at_once(
 
 
 def _attend_by_chunks(
-    inputs: Inputs, features: HeadMaps, exact: ExactKeys | None
+    inputs: Inputs, features: HeadMaps, exact: SharedKeys | None
 ) -> Float[Array, "B T K G D"]:
     """Computes the features of a few tokens of each head at a time.
 
@@ -165,7 +173,7 @@ def _read(
     state: AttentionState,
     poisoned: Bool[Array, "B 1"],
     features: HeadMaps,
-    exact: ExactKeys | None,
+    exact: SharedKeys | None,
 ) -> Float[Array, "chunks B T 1 G D"]:
     """Returns the outputs of the queries of one head: numerator over denominator.
 

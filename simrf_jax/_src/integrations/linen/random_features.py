@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from simrf_jax._src.attention import RandomFeatureMechanism
+from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.features.calibrated import Calibrated
@@ -118,9 +118,10 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
-      exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
-        see ``simrf_jax.random_feature_attention``. Causal and packed attention accept only
-        positions, and decoding accepts neither.
+      exact_keys: Number of keys that all queries see exactly, an ``ExactKeys`` of a number and a
+        rule, a tuple of positions, or None; see ``simrf_jax.random_feature_attention``. Causal
+        attention accepts positions and ``ExactKeys(count, by="score")``, and decoding only the
+        latter.
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
@@ -159,7 +160,7 @@ class RandomFeatureAttention(Adapter):
     head_axis: flax_attention.AxisNames = None
     implementation: Implementation | None = None
     exact_bandwidth: int | None = None
-    exact_keys: int | tuple[int, ...] | None = None
+    exact_keys: int | ExactKeys | tuple[int, ...] | None = None
 
     def _mechanism(
         self, num_heads: int, num_key_heads: int, head_dim: int

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax._src.attention import RandomFeatureMechanism
+from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
 from simrf_jax._src.attention.estimator import KeyChoice, check_band
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
@@ -106,9 +106,10 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
-      exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
-        see ``simrf_jax.random_feature_attention``. Causal and packed attention accept only
-        positions, and decoding accepts neither.
+      exact_keys: Number of keys that all queries see exactly, an ``ExactKeys`` of a number and a
+        rule, a tuple of positions, or None; see ``simrf_jax.random_feature_attention``. Causal
+        attention accepts positions and ``ExactKeys(count, by="score")``, and decoding only the
+        latter.
       rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
         else ``params``.
 
@@ -157,7 +158,7 @@ class RandomFeatureAttention(Adapter):
         head_axis: flax_attention.AxisNames = None,
         implementation: Implementation | None = None,
         exact_bandwidth: int | None = None,
-        exact_keys: int | tuple[int, ...] | None = None,
+        exact_keys: int | ExactKeys | tuple[int, ...] | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
