@@ -99,7 +99,8 @@ class Method:
       norms: Law of their norms.
       features_per_row: Number of features that the map makes of a row of W.
       has_band: True if the keys of a band are attended exactly, under one normalizer.
-      has_keys: True if a few keys are attended exactly by all queries, in the place of features.
+      has_keys: True if a few keys are attended exactly by all queries, in the place of features:
+        those of the largest mass, or in causal attention, of the largest scores.
     """
 
     label: str
@@ -135,15 +136,15 @@ class Method:
         rngs = nnx.Rngs(features=prng_key)
         num_rows = (num_features - (exact_keys or 0)) // self.features_per_row
         adapters = functools.partial(
-            RandomFeatureAttention,
-            exact_bandwidth=exact_bandwidth,
-            exact_keys=exact_keys,
-            rngs=rngs,
+            RandomFeatureAttention, exact_bandwidth=exact_bandwidth, rngs=rngs
         )
 
         def attention(layer: Inputs) -> Attention:
             heads, dim = layer.key.shape[-2:]
-            adapter = functools.partial(adapters, heads, dim)
+            keys: int | simrf_jax.ExactKeys | None = exact_keys
+            if exact_keys is not None and layer.is_causal:
+                keys = simrf_jax.ExactKeys(exact_keys, by="score")
+            adapter = functools.partial(adapters, heads, dim, exact_keys=keys)
             fitted = self.fit(layer, exact_bandwidth)
             if isinstance(fitted, Learnable):
                 rows = draw_heads(rngs.features(), heads, num_rows, dim, self.coupling)

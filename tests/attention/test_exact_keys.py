@@ -244,7 +244,7 @@ def test_refuses(case):
 
 def test_decoding_and_sharded_lengths_have_none():
     mechanism = RandomFeatureMechanism(W8, exact_keys=2)
-    with pytest.raises(ValueError, match="the state of decoding holds no single keys"):
+    with pytest.raises(ValueError, match="positions and masses are for whole sequences"):
         mechanism.init(num_key_heads=1, head_dim=8, value_dim=8)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("length",))
     with jax.set_mesh(mesh), pytest.raises(ValueError, match="that no mesh axes shard, got leng"):

@@ -10,6 +10,7 @@ import pytest
 from flax import errors, nnx, serialization
 from flax import linen as nn
 
+from simrf_jax import ExactKeys
 from simrf_jax._src.integrations.flax_versions import get_value, view
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
@@ -28,6 +29,7 @@ from tests.integrations.adapters import (
     nnx_attention,
     tokens,
 )
+from tests.tiers import slow_but
 
 TRAINED = ("params", "random_features")
 MODES = {
@@ -37,6 +39,8 @@ MODES = {
     "elu": {"feature_map": "elu"},
     "angular_hybrid": {"feature_map": "angular_hybrid", "num_weights": 3},
     "exact band": {"exact_bandwidth": 2},
+    "exact keys": {"exact_keys": ExactKeys(2, by="score")},
+    "exact band and keys": {"exact_bandwidth": 1, "exact_keys": ExactKeys(2, by="score")},
 }
 
 
@@ -72,8 +76,7 @@ def pieces(x, prompt):
     return [x[:, :prompt], *(x[:, t : t + 1] for t in range(prompt, x.shape[1]))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", slow_but(["exact band and keys"], list(MODES)))
 def test_prompt_and_steps_are_the_parallel_form_in_both_apis(mode):
     q, k, v = inputs(7, heads=2, dim=4, batch=(2,))
     mask = np.ones((2, 1, 1, 7), bool)
@@ -266,7 +269,7 @@ def test_linen_layers_under_remat_and_scan_decode():
         outs.append(out)
     assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
     ignorant = linen_stack(decode=True, collections=("params", "random_features"))
-    with pytest.raises(ValueError, match=r'nn.scan by variable_axes=\{"cache": 0\}'):
+    with pytest.raises(ValueError, match=r'nn.scan does with variable_axes=\{"cache": 0\}'):
         ignorant.apply({**trained, "cache": cache}, x, None, mutable=["cache"])
     with pytest.raises(errors.ScopeCollectionNotFound, match='"state" from collection "cache"'):
         ignorant.init(rngs, x, None)

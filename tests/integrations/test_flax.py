@@ -8,7 +8,13 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from simrf_jax import draw_projection, project, random_feature_attention, redraw_projections
+from simrf_jax import (
+    ExactKeys,
+    draw_projection,
+    project,
+    random_feature_attention,
+    redraw_projections,
+)
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomProjection
@@ -277,7 +283,14 @@ def test_dropout_that_is_off_is_no_dropout(call):
 
 
 @pytest.mark.parametrize("api", ["nnx", "linen"])
-@pytest.mark.parametrize("options", [{"exact_keys": 3}, {"exact_keys": (0, -1), "is_causal": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"exact_keys": 3},
+        {"exact_keys": (0, -1), "is_causal": True},
+        {"exact_keys": ExactKeys(3, by="score"), "is_causal": True},
+    ],
+)
 def test_exact_keys_are_those_of_the_function(api, options):
     both = random_features(4, 8, **options)
     q, k, v = jax.random.normal(jax.random.key(3), (3, 2, 9, 4, 8))

@@ -47,6 +47,9 @@ CASES = {
     "RandomFeatureMechanism, exact keys": lambda: RandomFeatureMechanism(
         rows(), exact_keys=[0, -1]
     ),
+    "ExactKeysState": lambda: RandomFeatureMechanism(
+        rows(), exact_keys=simrf_jax.ExactKeys(2, by="score")
+    ).init(num_key_heads=2, head_dim=4, value_dim=4),
     "KeyChoice": lambda: KeyChoice.of([0, -1]),
     "Band": lambda: simrf_jax.Band(2),
     "Blend": lambda: simrf_jax.fmm.Blend(

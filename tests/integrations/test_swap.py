@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from simrf_jax import ExactKeys
 from simrf_jax.integrations import nnx as adapters
 
 WIDTH, HEADS = 16, 4
@@ -95,8 +96,10 @@ def test_causal_models_and_grouped_queries(x, options):
     model = Model(**options)
     mask = nnx.make_causal_mask(x[..., 0])
     before = model(x, mask)
-    adapters.swap_attention(model, 12, is_causal=True, exact_bandwidth=9, rngs=nnx.Rngs(0))
-    chex.assert_trees_all_close(model(x, mask), before, atol=1e-5)
+    for exact in ({"exact_bandwidth": 9}, {"exact_keys": ExactKeys(9, by="score")}):
+        swap = adapters.swap_attention(model, 12, is_causal=True, rngs=nnx.Rngs(0), **exact)
+        chex.assert_trees_all_close(model(x, mask), before, atol=1e-5)
+        swap.undo()
 
 
 def test_a_swapped_model_is_calibrated(x):

@@ -26,6 +26,7 @@ from simrf_jax._src.attention.random_features.kept_keys import (
     ExactKeysState,
     KeptKeys,
     attend_with_kept_keys,
+    check_count,
 )
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
@@ -74,7 +75,10 @@ def check_state(estimator: Estimator, state: State, call: Call) -> None:
     if bandwidth is not None and isinstance(state, ExactBandState):
         check_bandwidth(state.near, bandwidth)
         far = state.far
-    check_kind(far, AttentionState if estimator.exact_keys is None else ExactKeysState)
+    choice = estimator.exact_keys
+    check_kind(far, AttentionState if choice is None else ExactKeysState)
+    if choice is not None and isinstance(far, ExactKeysState):
+        check_count(far.kept, choice.count)
 
 
 @jax.named_scope("random_feature_attention_step")

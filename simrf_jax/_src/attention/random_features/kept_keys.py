@@ -76,6 +76,14 @@ class KeptKeys(NamedTuple):
         return KeptKeys(*map(take, self))
 
 
+def check_count(kept: KeptKeys, count: int) -> None:
+    """Raises ``ValueError`` unless there is room for ``count`` keys."""
+    if (given := jnp.shape(kept.score)[-2]) != count:
+        raise ValueError(
+            f"state must hold {count} exact keys, got {given}; make a new one with init."
+        )
+
+
 class ExactKeysState(NamedTuple):
     """The state of causal random-feature attention with exact keys.
 
@@ -291,12 +299,14 @@ def _read(
 ) -> Readout:
     """Lets queries read the keys that they see by the softmax kernel."""
     highest = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("btkgh,bskh->btkgs", query, keys.key, precision=highest)
-    logits += keys.log_weights.mT[:, None, :, None]
-    logits = jnp.where(sees.mT[:, :, :, None], logits, -jnp.inf)
+    # With this order of axes the products need no transposed copies.
+    logits = jnp.einsum("btkgh,bskh->bkgts", query, keys.key, precision=highest)
+    logits += keys.log_weights.mT[:, :, None, None]
+    logits = jnp.where(jnp.moveaxis(sees, 3, 1)[:, :, None], logits, -jnp.inf)
     shift = largest(logits, axis=-1)
     weights = jnp.exp(logits - or_zero(shift))
-    return Readout(contract("btkgs,bskd->btkgd", weights, with_ones(keys.value)), shift)
+    sums = contract("bkgts,bskd->bkgtd", weights, with_ones(keys.value))
+    return Readout(jnp.moveaxis(sums, 3, 1), jnp.moveaxis(shift, 3, 1))
 
 
 def attend_with_kept_keys(
