@@ -230,6 +230,13 @@ def test_custom_and_signed_maps():
 REFUSED = {
     "least": (lambda: ExactKeys(0), ValueError, "count must be at least 1, got 0"),
     "rule": (lambda: ExactKeys(2, by="norm"), ValueError, "by must be .*mass.*score.*'norm'"),
+    "packed": (
+        lambda: random_feature_attention(
+            *inputs(5), projection(), exact_keys=BEST, segment_ids=np.array([0, 0, 1, 1, 1])
+        ),
+        ValueError,
+        "exact_keys=3 by score are for each segment, .* set is_causal=True, or pass positions",
+    ),
     "folded": (
         lambda: random_feature_attention(
             *inputs(5),

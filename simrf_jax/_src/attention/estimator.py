@@ -56,7 +56,8 @@ class ExactKeys:
     Other maps, and one that has not been fitted, take standard normal queries, and so the longest
     keys.
 
-    Causal attention accepts only ``"score"``. Query t then sees the ``count`` best of the keys up
+    Causal attention accepts only ``"score"``, and packed attention only if it is causal. Query t
+    then sees the ``count`` best of the keys up
     to its own position exactly. With an exact band these are the best of the keys before the band.
     A key that a better one displaces moves into the running sums and never returns. So no later key
     affects an output, and the state of decoding has a fixed size: the running sums, and ``count``
@@ -305,6 +306,11 @@ class KeyChoice:
     def check(self, feature_map: FeatureMap, *, is_causal: bool, is_packed: bool = False) -> None:
         """Raises ``ValueError`` if a feature map or a mode of attention cannot use such keys."""
         check_estimates_softmax("exact_keys", feature_map)
+        if self.by == "score" and is_packed and not is_causal:
+            raise ValueError(
+                f"exact_keys={self.count} by score are for each segment, so their number in packed "
+                "attention is not known; set is_causal=True, or pass positions."
+            )
         if self.positions is None and self.by == "mass" and (is_causal or is_packed):
             reached = (
                 "later tokens would reach earlier outputs of causal attention"

@@ -64,8 +64,9 @@ class RandomFeatureMechanism(Mechanism[State]):
         ``attend``; see ``random_feature_attention``. Steps of decoding always take XLA.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``random_feature_attention``. The state of decoding is then an ``ExactBandState``.
-      exact_keys: Number of keys that all queries see exactly, or their positions, only in
-        ``attend``; see ``random_feature_attention``.
+      exact_keys: Number of keys that all queries see exactly, an ``ExactKeys`` of a number and a
+        rule, or positions; see ``random_feature_attention``. Only with ``ExactKeys(count,
+        by="score")`` is there a state of decoding, an ``ExactKeysState``.
 
     Example:
       >>> import jax, simrf_jax
@@ -125,7 +126,8 @@ class RandomFeatureMechanism(Mechanism[State]):
         """Returns the state before any tokens, for tokens like those of a call.
 
         It has ``[*batch, K, num_features, D + 1]`` sums and ``[*batch, K, num_features]``
-        maxima. With an exact band, it is an ``ExactBandState`` of these and of a window of the last
+        maxima. With exact keys, it is an ``ExactKeysState`` of these and of the keys that are kept.
+        With an exact band, it is an ``ExactBandState`` of either and of a window of the last
         ``exact_bandwidth`` keys.
         """
         return decoding.empty_state(self.estimator(), call)
@@ -195,8 +197,8 @@ class RandomFeatureMechanism(Mechanism[State]):
         see Peng et al. (2022), https://arxiv.org/abs/2110.02488.
 
         Args:
-          state: State of the keys, from ``append`` or ``step``; with an exact band, its field
-            ``far``. It must have seen a key.
+          state: State of the keys, from ``append`` or ``step``; with an exact band or exact keys,
+            its field ``far``. It must have seen a key.
           query: ``[..., T, N, H]``, to add to the bias the term that all features of a query share.
             It cancels in the softmax, unless keys with exact weights join the tokens.
           scale: The scale that the keys of the state had, and queries will have; not zero.
@@ -372,11 +374,14 @@ def random_feature_attention(
         keys. The same W chooses keys and estimates the rest, which biases the estimate a little.
         Each query affects the choice, and so the outputs of all others. If queries and keys have
         the same length, queries at hidden keys do not count; mark other padding by
-        query_seq_lengths. Positions, integers ``[g]`` or ``[*batch, g]``, counted from the end if
-        negative, choose keys without W, such as the first tokens, a class token or registers;
-        positions beyond the keys choose none. Causal and packed attention take only positions. The
-        feature map must estimate exp(x . y) itself, as for exact_bandwidth. Neither the Pallas
-        kernels nor decoding nor sharded lengths support exact keys.
+        query_seq_lengths. ``simrf_jax.ExactKeys(g, by="score")`` scores keys without queries and
+        without W, so there is no bias. In causal attention and in decoding each query then sees the
+        g best of the keys before it. Positions, integers ``[g]`` or ``[*batch, g]``, counted from
+        the end if negative, choose keys such as the first tokens, a class token or registers;
+        positions beyond the keys choose none. Causal attention takes only scores and positions,
+        packed attention that is not causal only positions, and decoding only scores. The feature
+        map must estimate exp(x . y) itself, as for exact_bandwidth. Neither the Pallas kernels nor
+        sharded lengths support exact keys.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are at least float32; the
