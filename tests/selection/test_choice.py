@@ -166,8 +166,8 @@ def test_calibrated_features_are_chosen_where_only_they_reach_the_error(relative
     assert (choice.features, choice.coupling) == ("calibrated", "cross_polytope")
     assert choice.standard_error > 0
     assert choice.predicted_error + choice.standard_error <= relative_error
-    text = f"measured error {choice.predicted_error:.3g} ± {choice.standard_error:.1g} on the second"
-    assert text in str(choice)
+    spread = f"{choice.predicted_error:.3g} ± {choice.standard_error:.1g}"
+    assert f"measured error {spread} on the second half" in str(choice)
     # Independent draws of the library's features on the half that the map was not fitted on.
     calibrated = simrf_jax.calibrate(np.float32(query[:3]), np.float32(key[:3]))
     arrays = [jnp.asarray(x[3:], jnp.float32) for x in (query, key, value)]
