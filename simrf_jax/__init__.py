@@ -12,6 +12,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
   ``banded_attention``: exact softmax attention to nearby keys. ``RandomFeatureMechanism`` and
   ``Band`` are both as objects, which also decode token by token, from a state that does not grow.
+  ``ExactKeys``: a few keys with exact weights, and the rule that chooses them.
 - ``calibrate``: positive features that fit the queries and keys of a trained model.
 - ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
   their error. ``distillation_loss``: their cross-entropy to softmax's, to learn a feature map by.
