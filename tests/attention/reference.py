@@ -1,5 +1,7 @@
 """Random-feature attention written out: float64, every pair of tokens, no algebra."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,20 +66,42 @@ def banded(
     return out
 
 
-def best_keys(key, count, *, visible, delay=0, log_weights=None, covariance=None, mean=0):
+class Gaussian(NamedTuple):
+    """Means and covariances of the scaled queries and keys of each key head."""
+
+    query_mean: np.ndarray
+    query_covariance: np.ndarray
+    key_mean: np.ndarray
+    key_covariance: np.ndarray
+
+    @classmethod
+    def standard(cls, heads, dim):
+        zeros, eyes = np.zeros((heads, dim)), np.stack([np.eye(dim)] * heads)
+        return cls(zeros, eyes, zeros, eyes)
+
+    def scores(self, key, head):
+        """Returns the log mean weights of keys ``[S, H]``, less a number, by completing a square.
+
+        The mean over queries x of exp(x . y - x . key_mean - x^T key_covariance x / 2).
+        """
+        inverse = np.linalg.inv(self.query_covariance[head])
+        precision = inverse + self.key_covariance[head]
+        linear = inverse @ self.query_mean[head] + key - self.key_mean[head]
+        return np.einsum("sh,hj,sj->s", linear, np.linalg.inv(precision), linear) / 2
+
+
+def best_keys(key, count, *, visible, delay=0, log_weights=None, gaussian=None):
     """Returns ``[K, T, S]``, True at the ``count`` best of the visible keys up to t - ``delay``.
 
-    Scores are those of queries x ~ N(mean, covariance), standard normal without a covariance.
     Log weights are ``[N, S]``, the same for the query heads of a key head.
     """
-    best = np.zeros((key.shape[1], *visible.shape), bool)
+    heads, dim = key.shape[1:]
+    gaussian = Gaussian.standard(heads, dim) if gaussian is None else gaussian
+    best = np.zeros((heads, *visible.shape), bool)
     for k, t in np.ndindex(best.shape[:2]):
-        y = np.asarray(key[:, k], np.float64) * key.shape[-1] ** -0.25
-        spread = np.eye(y.shape[-1]) if covariance is None else covariance[k]
-        score = np.einsum("sh,hj,sj->s", y, spread, y) / 2
-        score = score + y @ np.broadcast_to(mean, key.shape[1:])[k]
+        score = gaussian.scores(np.asarray(key[:, k], np.float64) * dim**-0.25, k)
         if log_weights is not None:
-            score = score + log_weights[k * len(log_weights) // key.shape[1]]
+            score = score + log_weights[k * len(log_weights) // heads]
         seen = visible[t] & (np.arange(len(key)) <= t - delay) & (score > -np.inf)
         order = np.argsort(np.where(seen, -score, np.inf), kind="stable")[:count]
         best[k, t, order] = seen[order]

@@ -14,7 +14,7 @@ from tests import formulas
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import calibrated
-from tests.attention.reference import beside_band, best_keys, relative_error
+from tests.attention.reference import Gaussian, beside_band, best_keys, relative_error
 from tests.standard_errors import assert_mean
 from tests.tiers import slow_but
 
@@ -23,34 +23,37 @@ BEST = ExactKeys(COUNT, by="score")
 GROUPED = {"heads": 4, "key_heads": 2}
 
 
-def moments(x):
-    """Returns the mean and the covariance of ``[T, N, H]`` scaled queries for each key head."""
-    x = np.asarray(x, np.float64) * x.shape[-1] ** -0.25
-    heads = [x[:, n : n + 2].reshape(-1, x.shape[-1]) for n in (0, 2)]
-    return np.array([head.mean(0) for head in heads]), np.array([np.cov(x.T) for x in heads])
-
-
-def test_scores_of_a_calibration_are_those_of_gaussian_queries():
+def test_scores_of_a_calibration_are_those_of_gaussian_queries_and_keys():
     q, k, _ = inputs(20_000, scale=0.5, **GROUPED)
     axes = np.linspace(0.3, 2, 8, dtype=np.float32)
-    q, k = q * axes + 0.3, k[:100] / axes
-    mean, covariance = moments(q)
+    q, k = q * axes + 0.3, k / axes - 0.2
     fitted = simrf_jax.calibrate(q, k)
+    of_heads = [np.concatenate([q[:, n], q[:, n + 1]]) for n in (0, 2)], [k[:, 0], k[:, 1]]
+    moments = [
+        f([8**-0.25 * np.asarray(x, np.float64) for x in side])
+        for side in of_heads
+        for f in (
+            lambda heads: np.array([x.mean(axis=0) for x in heads]),
+            lambda heads: np.array([np.cov(x.T) for x in heads]),
+        )
+    ]
     for head in range(2):
-        y = k[:, head] * 8**-0.25
+        y = k[:100, head] * 8**-0.25
+        expected = Gaussian(*moments).scores(y, head)
         of_head = jax.tree.map(lambda leaf, head=head: leaf[head], fitted)
-        expected = y @ mean[head] + np.einsum("sh,hj,sj->s", y, covariance[head], y) / 2
         learned = feature_maps.Learned.start(projection(), of_head)
         for feature_map in (of_head, learned):
-            np.testing.assert_allclose(feature_map.key_scores(y), expected, rtol=0.02, atol=0.02)
+            scores = np.array(feature_map.key_scores(y))
+            scores += expected.mean() - scores.mean()  # Scores lack a number.
+            np.testing.assert_allclose(scores, expected, atol=0.02)
 
 
-def test_scores_without_a_fit_are_half_the_squared_lengths():
-    y = inputs(5)[1]
-    for feature_map in (feature_maps.Positive(), feature_maps.Calibrated.identity(1, 8)):
-        of_one = jax.tree.map(lambda leaf: leaf[0], feature_map)
-        scores = np.square(np.asarray(y, np.float64)).sum(axis=-1) / 2
-        np.testing.assert_allclose(of_one.key_scores(y), scores, rtol=1e-5)
+def test_scores_without_a_fit_are_those_of_standard_normal_queries_and_keys():
+    y = inputs(5, heads=1)[1][:, 0]
+    expected = Gaussian.standard(1, 8).scores(y, 0)
+    identity = jax.tree.map(lambda leaf: leaf[0], feature_maps.Calibrated.identity(1, 8))
+    for feature_map in (feature_maps.Positive(), identity):
+        np.testing.assert_allclose(feature_map.key_scores(y), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -69,19 +72,18 @@ def test_calibrated_features_against_float64(causal, bandwidth):
         exact_bandwidth=bandwidth,
         exact_keys=BEST,
     )
-    # The variances of queries are those for which the tilt of the map is best.
-    covariances, means = [], []
+    parts = []
     for head in range(2):
         fit = formulas.calibration(64, head)
+        # The best tilt sigma for variances 2 lambda of x + y solves this for u = 4 sigma - 2.
         steep = 4 * np.asarray(fit["variances"], np.float64) - 2
-        spread = steep * (steep - 2) / (steep + 2) / 8
-        matrix = np.asarray(fit["key_matrix"], np.float64)
-        covariances.append(matrix.T * spread @ matrix)
-        means.append(fit["query_mean"])
+        variances = np.diag(steep * (steep - 2) / (steep + 2) / 8)
+        for side, other in (("query", "key"), ("key", "query")):
+            back = np.asarray(fit[f"{other}_matrix"], np.float64).T  # The inverse of the side's.
+            parts += [fit[f"{side}_mean"], back @ variances @ back.T]
+    gaussian = Gaussian(*(np.stack([parts[i], parts[i + 4]]) for i in range(4)))
     delay = -LENGTH if not causal else 0 if bandwidth is None else bandwidth + 1
-    chosen = best_keys(
-        k, COUNT, visible=visible, delay=delay, covariance=covariances, mean=np.array(means)
-    )
+    chosen = best_keys(k, COUNT, visible=visible, delay=delay, gaussian=gaussian)
     band = -1 if bandwidth is None else bandwidth
     expected = beside_band(
         q, k, v, w, band, visible=visible, exact_keys=chosen, formula=formulas.calibrated

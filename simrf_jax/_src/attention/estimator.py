@@ -48,13 +48,13 @@ class ExactKeys:
     ``"mass"`` is the rule of a plain number: keys with the largest sums, over all queries of the
     sequence, of the attention weights that the features imply. ``"score"`` looks at no queries and
     not at W, so estimates stay unbiased. It takes the keys y with the largest logarithm of a mean
-    weight, plus their bias,
+    attention weight, plus their bias,
 
-    .. math:: \log E e^{x \cdot y} = b \cdot y + \tfrac12 y^\top C y, \qquad x \sim N(b, C),
+    .. math:: \log E_x \frac{e^{x \cdot y}}{E_{y'} e^{x \cdot y'}}, \qquad
+        x \sim N(b_x, C_x), \quad y' \sim N(b_y, C_y),
 
-    with the mean and the covariance of queries to which ``calibrate`` fitted the feature map.
-    Other maps, and one that has not been fitted, take standard normal queries, and so the longest
-    keys.
+    with the means and the covariances of the queries and keys to which ``calibrate`` fitted the
+    feature map. Without a fit both are standard normal, and the longest keys have the best scores.
 
     Causal attention accepts only ``"score"``, and packed attention only if it is causal. Query t
     then sees the ``count`` best of the keys up

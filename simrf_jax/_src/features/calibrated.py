@@ -147,21 +147,25 @@ class Calibrated(FeatureMap):
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
     def key_scores(self, y: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
-        r"""Returns log E exp(x . y) of keys y of one head, over queries x like those of the fit.
+        r"""Returns scores of keys of one head, for queries and keys like those of the fit.
 
-        .. math:: b_x \cdot y + \tfrac12 \sum_l s_l (M^{-\top} y)_l^2
+        .. math:: b_x \cdot y + \tfrac12 \sum_l \frac{\lambda_l}{1 + \lambda_l^2}
+            \left(M^{-\top} (y - b_y) - \lambda_l M b_x\right)_l^2
 
-        with :math:`s_l` the variance of the balanced queries along axis l. The best tilt for it is
-        :math:`\Sigma_l`, so it is found from there: exactly for the default fit, and nearly for
-        others. Without a tilt the balanced queries are standard normal.
+        with :math:`\lambda_l` the variance of balanced queries, and of balanced keys, along axis l.
+        It is the one for which the tilt :math:`\Sigma_l` is best: exactly for the default fit, and
+        nearly for others. Without a tilt it is 1.
         """
-        mean, _, _, matrix = self._of_side("query", y.dtype)
+        query_mean, query_matrix, key_mean, key_matrix = self._of_side("query", y.dtype)
         # The inverse of log_optimal_variance, whose argument is that of x + y, twice as large.
         steep = 4 * self._variances(y.dtype) - 2
-        spread = 0.125 * steep * (steep - 2) / (steep + 2)
-        spread = jnp.where(jnp.all(steep == 2), 1, spread)
-        squares = jnp.square(product(y, matrix)) * jnp.broadcast_to(spread, y.shape)
-        return jnp.sum(y * jnp.broadcast_to(mean, y.shape) + 0.5 * squares, axis=-1)
+        variances = 0.125 * steep * (steep - 2) / (steep + 2)
+        variances = jnp.where(jnp.all(steep == 2), 1, variances)
+        center = _times(key_matrix, key_mean) + variances * _times(query_matrix, query_mean)
+        offsets = product(y, key_matrix) - jnp.broadcast_to(center, y.shape)
+        shares = jnp.broadcast_to(variances / (1 + jnp.square(variances)), y.shape)
+        linear = y * jnp.broadcast_to(query_mean, y.shape)
+        return jnp.sum(linear + 0.5 * shares * jnp.square(offsets), axis=-1)
 
     def exponential_form(self, projection: ProjectionLike, *, side: Side) -> ExponentialForm:
         r"""Returns the form of one head, for vectors that are not centered.

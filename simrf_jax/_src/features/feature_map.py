@@ -169,14 +169,15 @@ class FeatureMap(abc.ABC):
         return jax.vmap(own, in_axes=(2, axis), out_axes=2)(x, projection)
 
     def key_scores(self, y: Float[Array, "*batch dim"]) -> Float[Array, "*batch"]:
-        """Returns log E exp(x . y) of keys y of one head, over queries x; it does not depend on W.
+        """Returns the scores by which ``ExactKeys(count, by="score")`` chooses keys of one head.
 
-        ``ExactKeys(count, by="score")`` chooses keys by it. Here queries are standard normal.
+        They do not depend on W. Here they are those for queries and keys that are standard normal;
+        see ``ExactKeys``.
 
         Args:
           y: Keys, at least in float32, multiplied by the square root of the scale of attention.
         """
-        return 0.5 * jnp.sum(jnp.square(y), axis=-1)
+        return 0.25 * jnp.sum(jnp.square(y), axis=-1)
 
     def exponential_form(self, projection: Any, *, side: Side) -> ExponentialForm | None:
         """Returns the features of one head as arrays if they are exponentials; else None.
