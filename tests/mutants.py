@@ -209,6 +209,14 @@ MUTANTS = [
         "if length != key_length:",
         "tests/attention/test_exact_keys.py",
     ),
+    *(
+        Mutant(f"{CORE}/kept_keys.py", text, wrong, "tests/attention/test_kept_keys.py")
+        for text, wrong in (
+            ("held = (better < count)", "held = (better <= count)"),
+            ("leaves &= _same(", "leaves |= ~_same("),
+            ("sees &= _same(", "sees |= ~_same("),
+        )
+    ),
     Mutant(
         "simrf_jax/_src/attention/banded/softmax.py",
         "band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))",

@@ -114,6 +114,13 @@ def test_records_are_shown_in_one_line():
             f"ExactBandState(near={WINDOW}, far={SUMS})",
         ),
         (
+            state(
+                simrf_jax.RandomFeatureMechanism(w, exact_keys=simrf_jax.ExactKeys(7, by="score"))
+            ),
+            f"ExactKeysState(kept={WINDOW.replace('Window', 'KeptKeys')[:-1]}, "
+            f"score=float32[3, 7, 2]), far={SUMS})",
+        ),
+        (
             state(simrf_jax.fmm.Blend(simrf_jax.Band(7), (random_features,))),
             f"BlendState(near={WINDOW}, far=[{SUMS}])",
         ),
