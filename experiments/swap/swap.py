@@ -66,7 +66,7 @@ def check(config: ConfigDict) -> None:
     numbers = [("predicted.lengths", length) for length in config.predicted.lengths]
     for name, number in (*numbers, *((name, values[name]) for name in above_zero)):
         config_fields.check_range(name, number, config_fields.above(0))
-    for part in ("encoder", "digits", "fashion_mnist"):
+    for part in ("encoder", *TRAINED):
         least = min(config[part].num_features[0], config[part].get("tuned_features", math.inf))
         if part == "encoder":
             least = min(least, config.kinds.num_features)

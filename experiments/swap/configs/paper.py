@@ -122,7 +122,7 @@ def get_config() -> ConfigDict:
         "learned": {"num_steps": 300, "batch_size": 2, "learning_rate": 0.1},
         "context": 256,
         "bandwidth": 16,
-        "exact_keys": 16,  # In the place of as many features.
+        "exact_keys": 8,  # In the place of as many features.
         "model": {"width": 64, "depth": 2, "num_heads": 4},
     }
     return config

@@ -172,6 +172,16 @@ def test_methods_have_the_asked_number_of_features(name):
         rows = attention.learned.query_rows if attention.learned else attention.projection
         assert rows.shape[-2] * method.features_per_row == 4
         assert attention(*any_inputs()[:3]).shape == (1, 9, 2, 4)
+        [causal] = method.attentions(
+            jax.random.key(0),
+            [any_inputs()._replace(is_causal=True)],
+            8,
+            schedule=tiny.SCHEDULE,
+            bandwidth=3,
+            exact_keys=4,
+        )
+        assert causal.exact_keys == simrf_jax.ExactKeys(4, by="score")
+        assert causal(*any_inputs()[:3], is_causal=True).shape == (1, 9, 2, 4)
         return
     attention.init_cache((1, 8))
     state = attention.cache.get_value()

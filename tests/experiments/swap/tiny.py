@@ -59,7 +59,13 @@ def get_config(**changes):
             "digits": vision | {"model": MODEL | {"patch_size": 4, "mlp_dim": 8}},
             "fashion_mnist": vision | {"model": MODEL | {"patch_size": 7, "mlp_dim": 8}},
             "char_lm": training
-            | {"context": 600, "test_batch_size": 31, "bandwidth": 3, "model": MODEL},
+            | {
+                "context": 600,
+                "test_batch_size": 31,
+                "bandwidth": 3,
+                "exact_keys": 2,
+                "model": MODEL,
+            },
         }
     )
     for name, value in changes.items():
