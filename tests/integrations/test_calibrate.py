@@ -315,6 +315,14 @@ def test_a_second_calibration_in_linen_compiles_nothing():
     assert count == 1
 
 
+def test_a_linen_model_with_a_list_of_layers_is_calibrated():
+    layers, fitted = [nn.Dense(WIDTH), linen_attention()], []
+    for model in (nn.Sequential(layers), nn.Sequential(tuple(layers))):  # Only tuples have a hash.
+        variables = model.init(jax.random.key(1), BATCHES[0])
+        fitted.append(linen_adapters.calibrate(model, variables, BATCHES)["calibration"])
+    assert_trees_close(*fitted)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_each_head_is_computed_with_its_own_calibration(api):

@@ -94,8 +94,9 @@ def calibrate(
         flax_calibration.check_tilt(tilt, getattr(box, "draw_options", None))
 
     sums = _start(variables["calibration"])
+    add = _compiled(model, call)
     for batch in flax_calibration.logged(batches):
-        sums = _add(model, call, variables, sums, batch)
+        sums = add(variables, sums, batch)
 
     adapters = dict(_adapters(variables["calibration"]))
     maps = flax_calibration.fit_adapters(
@@ -166,9 +167,20 @@ def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
     return sums
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compiled(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of variables, sums and a batch, compiled once for equal models."""
+    try:
+        hash(model)
+    except TypeError:  # It has a list, as nn.Sequential([...]) does, so jit cannot recognize it.
+        return jax.jit(functools.partial(_add, model, call))
+    return functools.partial(_add_compiled, model, call)
+
+
 def _add(model: nn.Module, call: Callable[..., Any], variables: Any, sums: Any, batch: Any) -> Any:
     """Adds the moments of a batch."""
     given = {**variables, "calibration_moments": sums}
     _, updates = call(model, given, batch, mutable=["calibration_moments"])
     return updates["calibration_moments"]
+
+
+_add_compiled = jax.jit(_add, static_argnums=(0, 1))
