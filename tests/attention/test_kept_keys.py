@@ -43,7 +43,7 @@ def test_scores_of_a_calibration_are_those_of_gaussian_queries_and_keys():
         of_head = jax.tree.map(lambda leaf, head=head: leaf[head], fitted)
         learned = feature_maps.Learned.start(projection(), of_head)
         for feature_map in (of_head, learned):
-            scores = np.array(feature_map.key_scores(y))
+            scores = np.array(feature_map.key_scores(jnp.asarray(y)))
             scores += expected.mean() - scores.mean()  # Scores lack a number.
             np.testing.assert_allclose(scores, expected, atol=0.02)
 
@@ -53,7 +53,8 @@ def test_scores_without_a_fit_are_those_of_standard_normal_queries_and_keys():
     expected = Gaussian.standard(1, 8).scores(y, 0)
     identity = jax.tree.map(lambda leaf: leaf[0], feature_maps.Calibrated.identity(1, 8))
     for feature_map in (feature_maps.Positive(), identity):
-        np.testing.assert_allclose(feature_map.key_scores(y), expected, rtol=1e-5)
+        scores = feature_map.key_scores(jnp.asarray(y))
+        np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("causal", [False, True])
