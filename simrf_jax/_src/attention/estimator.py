@@ -57,11 +57,10 @@ class ExactKeys:
     feature map. Without a fit both are standard normal, and the longest keys have the best scores.
 
     Causal attention accepts only ``"score"``, and packed attention only if it is causal. Query t
-    then sees the ``count`` best of the keys up
-    to its own position exactly. With an exact band these are the best of the keys before the band.
-    A key that a better one displaces moves into the running sums and never returns. So no later key
-    affects an output, and the state of decoding has a fixed size: the running sums, and ``count``
-    keys and values with their scores.
+    then sees the ``count`` best of the keys up to its own position exactly. With an exact band
+    these are the best of the keys before the band. A key that a better one displaces moves into the
+    running sums and never returns. So no later key affects an output, and the state of decoding has
+    a fixed size: the running sums, and ``count`` keys and values with their scores.
 
     Attributes:
       count: Number of keys of each key head, and of each segment.

@@ -100,7 +100,7 @@ class Folded(FeatureMap):
         return form.log_features(x)
 
     def key_scores(self, y: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
-        """Raises ``ValueError``: the rows do not tell what queries the map was fitted to."""
+        """Raises ``ValueError``: the rows do not show what the map was fitted to."""
         raise ValueError(
             'exact_keys by="score" needs the statistics of queries, which a Folded map lacks; pass '
             "the map that was folded, and its projection."

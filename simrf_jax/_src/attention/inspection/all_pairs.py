@@ -95,7 +95,7 @@ def are_exact(
         of_keys = kept_pairs(inputs, features, choice.count, delay=delay)
     else:
         exact = SharedKeys.of(inputs, features, choice)
-        of_keys = exact.among(key_length).mT[:, None, :, None]
+        of_keys = exact.among(inputs.key).mT[:, None, :, None]
         of_keys = jnp.broadcast_to(of_keys, (of_keys.shape[0], length, *of_keys.shape[2:]))
     return of_keys if near is None else of_keys | near
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -32,8 +31,8 @@ from simrf_jax._src.attention.pallas_gpu.tiles import (
     store,
     zeros,
 )
+from simrf_jax._src.attention.pallas_inputs import LOG2E
 
-LOG2E = math.log2(math.e)
 LARGEST = 1e31  # Larger components of a query count as not finite, as in the XLA implementation.
 LEAST = -1e30  # Below all logits.
 

@@ -171,7 +171,7 @@ def _flat_far(state: FarState, inputs: Inputs, features: HeadMaps, batch: Shape)
         return sums
     room = KeptKeys.empty(inputs, state.kept.score.shape[-2])
     kept = flatten(state.kept, room, batch)
-    # Likewise: of these, the score is minus infinity, and the others are zeros.
+    # Merging with no keys does the same: their scores are minus infinity, and the rest is zeros.
     kept = KeptKeys(
         kept.key + room.key,
         kept.value + room.value,

@@ -196,7 +196,7 @@ def attend_with_band(
     if choice is not None and not keeps:
         scaled = inputs.clean(scaled=True, fill_with_tokens=not feature_map.is_finite)
         exact = SharedKeys.of(scaled, features, choice)
-        hidden = exact.among(inputs.key.shape[1])
+        hidden = exact.among(inputs.key)
         more = exact.read(scaled, is_causal=is_causal, bandwidth=bandwidth)
     fields = Fields.of(inputs, feature_map, bandwidth=bandwidth, is_causal=is_causal, hidden=hidden)
     empty = AttentionState.empty(fields.earlier, features)

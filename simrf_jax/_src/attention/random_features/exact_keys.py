@@ -34,7 +34,7 @@ from simrf_jax._src.features import LogFeatures, calls_function
 
 
 class SharedKeys(NamedTuple):
-    """The keys that queries see exactly, for each key head.
+    """The keys that all queries see exactly, for each key head.
 
     Attributes:
       position: ``[B, g, K]``, the positions of the keys; the sequence length where there is no key.
@@ -72,9 +72,10 @@ class SharedKeys(NamedTuple):
             nonfinite,
         )
 
-    def among(self, length: int) -> Bool[Array, "B S K"]:
-        """Returns ``[B, S, K]``, True at the positions of these keys."""
-        return jnp.any(self.position[:, None] == jnp.arange(length)[None, :, None, None], axis=2)
+    def among(self, keys: Float[Array, "B S K H"]) -> Bool[Array, "B S K"]:
+        """Returns ``[B, S, K]``, True at the positions of these keys among all keys."""
+        positions = jnp.arange(keys.shape[1])[None, :, None, None]
+        return jnp.any(self.position[:, None] == positions, axis=2)
 
     def logits(self, query: Float[Array, "B T K G H"]) -> Float[Array, "B T K G g"]:
         """Returns the logits of queries, with the log weights of the keys."""
@@ -159,13 +160,13 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
     length, positions = inputs.key.shape[1], choice.positions
     if positions is None:
         if choice.by == "mass":
-            mass = estimated_mass(inputs, features)
+            worth = estimated_mass(inputs, features)
         else:
-            mass = features.key_scores(inputs.key, inputs.key_log_weights)
-        mass = jnp.moveaxis(mass, 1, -1)
+            worth = features.key_scores(inputs.key, inputs.key_log_weights)
+        worth = jnp.moveaxis(worth, 1, -1)
         # A symbolic length, of jax.export, is assumed to be at least that.
         count = min(choice.count, length) if isinstance(length, int) else choice.count
-        return jnp.moveaxis(jax.lax.top_k(mass, count)[1], -1, 1)
+        return jnp.moveaxis(jax.lax.top_k(worth, count)[1], -1, 1)
     positions = jnp.where(positions < 0, positions + length, positions)
     # A position that is given twice counts once.
     same = positions[..., :, None] == positions[..., None, :]

@@ -237,7 +237,7 @@ def _divide_chunk(
 def held_keys(
     score: Float[Array, "B n K"], segments: Integer[Array, "B n"] | None, count: int
 ) -> Bool[Array, "B C n K"]:
-    """Returns the keys that are kept once the key at each position has come, the first ones aside.
+    """Returns which keys are kept after the key at each of the C positions has come.
 
     A key is kept until ``count`` keys of its segment have come with larger scores, or with equal
     scores at earlier positions.

@@ -73,7 +73,7 @@ def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N
     keeps = choice is not None and choice.keeps(is_causal=call.is_causal)
     if choice is not None and not keeps:
         exact = SharedKeys.of(inputs, features, choice)
-        inputs = inputs.without(exact.among(inputs.key.shape[1]))
+        inputs = inputs.without(exact.among(inputs.key))
     if not call.in_order():
         return inputs.outputs(bidirectional_attention(inputs, features, exact))
     empty, chunk_size = AttentionState.empty(inputs, features), estimator.chunk_size
