@@ -6,34 +6,51 @@ integral over the angle by mp.quad. Errors are V1 plus a loop over row blocks.
 """
 
 import functools
+import operator
 
 from mpmath import mp, mpf
 
 DIGITS = 40  # Digits of the series; the integrals have 25.
 
 
+def fixed(x, bits):
+    """Returns an integer, x times 2^bits."""
+    with mp.workprec(bits + 100):
+        return int(mp.floor(mp.ldexp(x, bits)))
+
+
 @functools.lru_cache(maxsize=512)
-def coefficients(dim, cosine, count, digits):
-    """Returns r_k I_k(c) / k! by the recurrence of I_k, which loses digits as (1 + |c|)^k."""
-    with mp.workdps(digits):
-        c = mpf(cosine[0]) / cosine[1]
+def coefficients(dim, cosine, count, bits):
+    """Returns r_k I_k(c) in fixed point.
+
+    The recurrence of I_k loses digits as (1 + |c|)^k. Integers take a tenth of mpmath's time.
+    """
+    p, q = cosine
+    with mp.workprec(bits + 100):
         mu = mp.sqrt(2) * mp.gamma(mpf(dim + 1) / 2) / mp.gamma(mpf(dim) / 2)
-        moments = [mpf(0), mpf(1), 1 + c * mu**2 / dim]  # I_{-1} (not used), I_0, I_1.
-        for k in range(count):
-            older, old, new = moments[-3:]
-            moments.append(
-                (
-                    (2 * dim + 2 + 3 * k) * new
-                    + ((dim + k) * c**2 - dim - 1 - 3 * k) * old
-                    + k * (1 - c**2) * older
-                )
-                / (dim + 1 + k)
-            )
-        factor, result = mpf(1), []
-        for k in range(count):
-            result.append(factor * moments[k + 1])
-            factor *= mpf(dim + k) / (dim + 2 * k) / (k + 1)
-        return result
+        first = 1 + mpf(p) / q * mu**2 / dim
+    moments = [0, 1 << bits, fixed(first, bits)]  # I_{-1} (not used), I_0, I_1.
+    factor, result = 1 << bits, []
+    for k in range(count):
+        result.append(factor * moments[k + 1] >> bits)
+        factor = factor * (dim + k) // (dim + 2 * k)
+        older, old, new = moments[-3:]
+        terms = (
+            q**2 * (2 * dim + 2 + 3 * k) * new
+            + ((dim + k) * p**2 - (dim + 1 + 3 * k) * q**2) * old
+            + k * (q**2 - p**2) * older
+        )
+        moments.append(terms // (q**2 * (dim + 1 + k)))
+    return result
+
+
+@functools.lru_cache(maxsize=128)
+def powers(t, count, bits):
+    """Returns t^k / k! in fixed point."""
+    step, result = fixed(t, bits), [1 << bits]
+    for k in range(1, count):
+        result.append(result[-1] * step // (k << bits))
+    return result
 
 
 def conformity(dim, cosine, t):
@@ -48,14 +65,12 @@ def conformity_by_series(dim, cosine, t):
     # Terms are at most (2|t|)^k / k!, which fall faster than e^-k beyond e^2 * 2|t|.
     count = 2 ** int(mp.ceil(mp.log(2 * 3 * size + 150, 2)))
     lost = count * mp.log10(1 + abs(mpf(cosine[0]) / cosine[1])) + 4 * size / mp.log(10)
-    digits = 100 * int(mp.ceil((DIGITS + 60 + lost) / 100))
-    with mp.workdps(digits):
-        total, power = mpf(0), mpf(1)
-        for coefficient in coefficients(dim, cosine, count, digits):
-            total += power * coefficient
-            power *= t
-        assert abs(power * coefficient) < mpf(10) ** -(DIGITS + 20) * abs(total)
-        return total
+    bits = 333 * int(mp.ceil((DIGITS + 60 + lost) / 100))  # 100 digits have 332.2 bits.
+    terms = [*map(operator.mul, powers(t, count, bits), coefficients(dim, cosine, count, bits))]
+    total = sum(terms)
+    assert abs(terms[-1]) * 10 ** (DIGITS + 20) < abs(total)
+    with mp.workprec(bits):
+        return mp.ldexp(total, -2 * bits)
 
 
 @functools.cache
