@@ -130,7 +130,8 @@ class RandomFeatureMechanism(Mechanism[State]):
         With an exact band, it is an ``ExactBandState`` of either and of a window of the last
         ``exact_bandwidth`` keys.
         """
-        return decoding.empty_state(self.estimator(), call)
+        estimator = self.estimator()
+        return compiled(decoding.empty_state, estimator.feature_map)(estimator, call)
 
     def step_to(self, state: State, call: Call) -> tuple[Float[Array, "*batch T N D"], State]:
         """Attends to a state and, causally, to new tokens."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike
+from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike, compiled
 from simrf_jax._src.attention.inputs.call import Call, Options
 from simrf_jax._src.attention.inspection.all_pairs import log_kernels
 from simrf_jax._src.attention.random_feature_attention import RandomFeatureMechanism
@@ -86,7 +86,9 @@ def distillation_loss(
     mechanism = RandomFeatureMechanism(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
-    return loss_of(mechanism.estimator(), Call.of(query, key, key, **options))
+    estimator = mechanism.estimator()
+    call = Call.of(query, key, key, **options)
+    return compiled(loss_of, estimator.feature_map)(estimator, call)
 
 
 def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Float64
 
-from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike
+from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike, compiled
 from simrf_jax._src.attention.inputs.call import Call, Options
 from simrf_jax._src.attention.inspection.all_pairs import KernelRows, kernel_rows
 from simrf_jax._src.attention.random_feature_attention import RandomFeatureMechanism
@@ -102,7 +102,13 @@ def attention_matrix(
     mechanism = RandomFeatureMechanism(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
-    estimated, _ = kernel_rows(mechanism.estimator(), Call.of(query, key, key, **options))
+    estimator = mechanism.estimator()
+    call = Call.of(query, key, key, **options)
+    return compiled(_weights, estimator.feature_map)(estimator, call)
+
+
+def _weights(estimator: Estimator, call: Call) -> Float[Array, "*batch N T S"]:
+    estimated, _ = kernel_rows(estimator, call)
     return estimated.weights()
 
 
@@ -188,7 +194,7 @@ def report_of(
       has_value: False leaves out the error of the output.
       real: False at queries to ignore; None to count all.
     """
-    estimated, exact = kernel_rows(estimator, call)
+    estimated, exact = compiled(kernel_rows, estimator.feature_map)(estimator, call)
     if real is not None:
         estimated, exact = (
             rows._replace(kernel=jnp.where(real[..., None], rows.kernel, 0))
