@@ -48,7 +48,8 @@ def test_errors_are_those_of_attention(case):
     error, norm = ((x**2 * counts[..., None, None]).sum((1, 3)) for x in (out - expected, expected))
 
     mechanism = simrf_jax.RandomFeatureMechanism(w)
-    estimated, exact = log_kernels(mechanism.estimator(), Call.of(q, k, v, **options))
+    call = Call.of(q, k, v, **options)
+    estimated, exact = jax.jit(log_kernels)(mechanism.estimator(), call)
     pairs = ExactPairs.of(case["exact_bandwidth"], case["exact_keys"])
     found = head_errors(estimated, exact, jnp.asarray(v), jnp.asarray(counts), pairs)
     np.testing.assert_allclose(found.relative_error, error / norm, rtol=1e-4, atol=1e-10)

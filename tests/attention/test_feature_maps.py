@@ -389,41 +389,44 @@ class NoDataclass(simrf_jax.FeatureMap):
         raise AssertionError
 
 
+W = np.ones((40, 16), np.float32)  # Which no case gets as far as using.
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("feature_map", "w", "error", "match"),
     [
-        ("cosine", projection(), ValueError, "'positive', 'hyperbolic', .* got 'cosine'"),
+        ("cosine", W, ValueError, "'positive', 'hyperbolic', .* got 'cosine'"),
         (
             3,
-            projection(),
+            W,
             TypeError,
             "feature_map must be one of .* or a function .*, got 3",
         ),
-        (feature_maps.Positive, projection(), TypeError, "must be one of .* a FeatureMap"),
+        (feature_maps.Positive, W, TypeError, "must be one of .* a FeatureMap"),
         (
             simrf_jax.positive_features,
-            projection(),
+            W,
             TypeError,
             r"must be simrf_jax.feature_maps.Positive\(...\) .* got the function positive_features",
         ),
         (
             functools.partial(simrf_jax.relu_features),
-            projection(),
+            W,
             TypeError,
             r"must be simrf_jax.feature_maps.Relu\(...\)",
         ),
-        (NoDataclass(), projection(), TypeError, "The feature map NoDataclass must be a dataclass"),
+        (NoDataclass(), W, TypeError, "The feature map NoDataclass must be a dataclass"),
         ("positive", None, TypeError, "projection must be an array .* got None"),
         (feature_maps.Positive(), None, TypeError, "projection must be an array .* got None"),
-        (lambda x, w: x[..., 0], projection(), ValueError, "feature_map must map"),
-        (lambda x, w: x.sum(), projection(), ValueError, "feature_map must map"),
-        (lambda x, w: x > 0, projection(), TypeError, "must be a floating type, .* got bool"),
-        ("angular_hybrid", projection(), TypeError, "must be a Bipolar.* got an array"),
+        (lambda x, w: x[..., 0], W, ValueError, "feature_map must map"),
+        (lambda x, w: x.sum(), W, ValueError, "feature_map must map"),
+        (lambda x, w: x > 0, W, TypeError, "must be a floating type, .* got bool"),
+        ("angular_hybrid", W, TypeError, "must be a Bipolar.* got an array"),
         ("clustered_hybrid", None, TypeError, "must be a ClusteredProjection, got None"),
         (
             "positive",
-            simrf_jax.hybrid.BipolarProjection(*(projection(),) * 3),
+            simrf_jax.hybrid.BipolarProjection(*(W,) * 3),
             TypeError,
             "an array .* or a Projection, got BipolarProjection",
         ),

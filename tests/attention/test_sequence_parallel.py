@@ -455,7 +455,11 @@ def test_refuses_an_explicit_axis_of_the_batch():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "attend", [estimator(projection()), functools.partial(simrf_jax.banded_attention, bandwidth=1)]
+    "attend",
+    [
+        estimator(np.ones((FEATURES, DIM), np.float32)),
+        functools.partial(simrf_jax.banded_attention, bandwidth=1),
+    ],
 )
 def test_refuses_explicit_axes_of_a_later_batch_axis(attend):
     sharding = jax.NamedSharding(make_mesh(data=2), P(None, "data"))

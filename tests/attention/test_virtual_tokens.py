@@ -158,28 +158,29 @@ def test_under_jit_with_gradients():
     assert relative_error(gradient, expected) < 1e-5
 
 
+W = np.ones((12, DIM), np.float32)
 STATE = (np.ones((2, 12, 6), np.float32), np.zeros((2, 12), np.float32))
 REFUSED = {
     "map": (
-        RandomFeatureMechanism(projection(12, DIM), feature_map="relu"),
+        RandomFeatureMechanism(W, feature_map="relu"),
         {},
         ValueError,
         "features that are exponentials .*, got Relu",
     ),
     "query": (
-        RandomFeatureMechanism(projection(12, DIM)),
+        RandomFeatureMechanism(W),
         {"query": np.ones((3, 5, DIM), np.float32)},
         ValueError,
         "5 .* 2",
     ),
     "scale": (
-        RandomFeatureMechanism(projection(12, DIM)),
+        RandomFeatureMechanism(W),
         {"scale": np.nan},
         ValueError,
         "scale must be finite",
     ),
     "heads": (
-        RandomFeatureMechanism(projection(12, DIM, heads=3)),
+        RandomFeatureMechanism(np.stack([W] * 3)),
         {},
         ValueError,
         "one W for each of the 2 key heads",

@@ -21,6 +21,7 @@ from tests.tiers import slow_but
 
 WIDTH, HEADS, LENGTH = 16, 2, 12
 DIM = WIDTH // HEADS
+KERNEL_INIT = nnx.initializers.normal(0.35)  # One function, so that models share programs.
 SMALL = {"num_features": (4,), "exact_bandwidth": (1,), "exact_keys": (2,)}
 
 
@@ -29,7 +30,7 @@ class Model(nnx.Module):
 
     def __init__(self, is_causal=False, takes_mask=False):
         rngs = nnx.Rngs(0)
-        options = {"kernel_init": nnx.initializers.normal(0.35), "decode": False, "rngs": rngs}
+        options = {"kernel_init": KERNEL_INIT, "decode": False, "rngs": rngs}
         self.lower, self.upper = (nnx.MultiHeadAttention(HEADS, WIDTH, **options) for _ in range(2))
         self.is_causal, self.takes_mask = is_causal, takes_mask
 
