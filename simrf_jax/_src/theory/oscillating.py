@@ -262,7 +262,9 @@ def _coefficients(q: Vector, dim: int) -> Float64[np.ndarray, "degrees n"]:
         logit = special.logit(peak) - left + step * np.arange(num_nodes)[:, None]
         log_y, log_rest = special.log_expit(logit), special.log_expit(-logit)
         log_integrand = a * log_y + n * log_rest - q * np.exp(log_y)
-        log_integral = special.logsumexp(log_integrand, axis=0) + np.log(step)
+        largest = np.max(log_integrand, axis=0)
+        total = np.sum(np.exp(log_integrand - largest), axis=0)
+        log_integral = np.log(total) + largest + np.log(step)
         result[n - 1] = np.exp(log_n[n - 1] + n * np.log(q) - special.gammaln(n) + log_integral)
     return result
 
