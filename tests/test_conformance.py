@@ -49,7 +49,7 @@ def draw_many(coupling, num_features, dim, num_draws=20_000, rotation="haar"):
     options = conformance.COUPLINGS[coupling] | {"rotation": rotation}
     draw_all = jax.vmap(lambda key: simrf_jax.draw_projection(key, num_features, dim, **options))
     # Many large draws take longer than their compilation.
-    flags = {"xla_backend_optimization_level": 1} if num_draws * dim > 50_000 else None
+    flags = {"xla_backend_optimization_level": 1} if num_draws * dim > 100_000 else None
     return jax.jit(draw_all, compiler_options=flags)(jax.random.split(jax.random.key(5), num_draws))
 
 
