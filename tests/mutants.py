@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{CORE}/state.py",
-        "sums = self._in_units_of(shift) + other._in_units_of(shift)",
-        "sums = self._in_units_of(shift) + other.sums",
+        "+ other.sums * jnp.exp(other.shift - unit)",
+        "+ other.sums",
         MODES,
     ),
     Mutant(

@@ -122,12 +122,12 @@ def compiled(
       inline: False for a function that a computation calls several times, so that it is traced
         once.
     """
-    return function if calls_function(feature_map) else _program(function, static, inline)
+    if calls_function(feature_map):
+        return function
+    return cast(Function, _program(function, static_argnames=static, inline=inline))
 
 
-@functools.cache
-def _program(function: Function, static: tuple[str, ...], inline: bool) -> Function:
-    return cast(Function, jax.jit(function, static_argnames=static, inline=inline))
+_program: Any = functools.cache(jax.jit)  # One for each function and its options.
 
 
 class KeyFeatures(NamedTuple):

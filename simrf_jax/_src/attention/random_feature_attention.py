@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import SupportsIndex, Unpack
+from typing import SupportsIndex, Unpack, cast
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from simrf_jax._src.attention.estimator import (
     compiled,
 )
 from simrf_jax._src.attention.implementations import Implementation, choose, names_of
-from simrf_jax._src.attention.inputs.call import Call, KeyOptions, check_keywords
+from simrf_jax._src.attention.inputs.call import Axes, Call, KeyOptions, check_keywords
 from simrf_jax._src.attention.inputs.masks import Lengths, Mask
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.attention.mechanism import Mechanism, check_kind
@@ -97,11 +97,12 @@ class RandomFeatureMechanism(Mechanism[State]):
         return one_line.representation(self)
 
     def __post_init__(self) -> None:
-        """Checks the fields, and replaces a name or a function by a feature map, a pytree."""
+        """Checks the fields, and replaces names by what they stand for: a feature map, tuples."""
         if self.implementation is not None:
             object.__setattr__(self, "implementation", names_of(self.implementation))
         for name in ("sequence_axis", "batch_axis", "head_axis"):
-            checks.axis_names(name, getattr(self, name))
+            if (axes := getattr(self, name)) is not None:
+                object.__setattr__(self, name, checks.axis_names(name, axes))
         if self.chunk_size is not None:
             checks.power_of_two("chunk_size", self.chunk_size)
         if self.exact_bandwidth is not None:
@@ -242,16 +243,16 @@ class RandomFeatureMechanism(Mechanism[State]):
         bandwidth = self.exact_bandwidth
         if bandwidth is not None:
             bandwidth = check_band(bandwidth, feature_map)
+        of_length, of_batch, of_heads = (
+            cast(Axes, axes or ()) for axes in (self.sequence_axis, self.batch_axis, self.head_axis)
+        )
         return Estimator(
             w,
             feature_map,
             CHUNK_SIZE if self.chunk_size is None else int(self.chunk_size),
             bandwidth,
-            checks.axis_names("sequence_axis", self.sequence_axis),
-            MeshAxes(
-                checks.axis_names("batch_axis", self.batch_axis),
-                checks.axis_names("head_axis", self.head_axis),
-            ),
+            of_length,
+            MeshAxes(of_batch, of_heads),
             None if self.exact_keys is None else KeyChoice.of(self.exact_keys),
         )
 

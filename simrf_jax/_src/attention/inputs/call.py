@@ -231,9 +231,8 @@ class Call:
             checks.scalar("scale", scale)
             # An integer may be too large for an integer type of JAX.
             scale = float(scale) if isinstance(scale, int) else scale
-        target = shape_of_logits(query, key)
         mask, bias = (
-            None if x is None else one_row(name, x, target)
+            None if x is None else one_row(name, x, shape_of_logits(query, key))
             for name, x in (("mask", mask), ("bias", bias))
         )
         query_seq_lengths, key_value_seq_lengths, segment_ids = (
@@ -298,19 +297,18 @@ class Call:
             # Heads that share keys but not a mask or a device cannot share a state.
             key, value = (_for_each_head(x, query) for x in (key, value))
             groups = 1
-
-        def flat(x: Shaped[Array, " ..."]) -> Shaped[Array, "B ..."]:
-            return x.reshape(math.prod(batch), *x.shape[len(batch) :])
-
         heads = (query.shape[-2] // groups, groups)
-        query = flat(query.reshape(*query.shape[:-2], *heads, query.shape[-1])).astype(compute)
-        key = flat(key).astype(compute)
+        query = query.reshape(*query.shape[:-2], *heads, query.shape[-1])
+        query, key, value, log_weights = (
+            jax.lax.collapse(x, 0, len(batch)) for x in (query, key, value, log_weights)
+        )
+        query, key = query.astype(compute), key.astype(compute)
         narrow = jnp.bfloat16 if self.query.dtype == jnp.bfloat16 else compute
         inputs = Inputs(
             query,
             key,
-            flat(value).astype(narrow),
-            jnp.broadcast_to(flat(log_weights).mT, key.shape[:-1]),
+            value.astype(narrow),
+            jnp.broadcast_to(log_weights.mT, key.shape[:-1]),
             jnp.asarray(scale, compute),
             call.segments(),
             call.real_queries(),
@@ -365,12 +363,13 @@ class Call:
     def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
         """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
         batch, key_length = self.query.shape[:-3], self.key.shape[-3]
-        target = shape_of_logits(self.query, self.key)
         log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
         if self.bias is not None:
+            target = shape_of_logits(self.query, self.key)
             log_weights = bias_per_key(self.bias, target).astype(dtype)
         if self.mask is not None:
-            log_weights = jnp.where(mask_per_key(self.mask, target), log_weights, -jnp.inf)
+            visible = mask_per_key(self.mask, shape_of_logits(self.query, self.key))
+            log_weights = jnp.where(visible, log_weights, -jnp.inf)
         if self.key_value_seq_lengths is not None:
             visible = within_lengths(
                 "key_value_seq_lengths", self.key_value_seq_lengths, batch, key_length

@@ -29,6 +29,7 @@ from simrf_jax._src.attention.inputs.call import Inputs, contract
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
+    join_length,
     largest,
     or_zero,
     pad,
@@ -278,35 +279,27 @@ def _scan_chunks(
     with_own_key: bool,
 ) -> tuple[Scanned, AttentionState]:
     """Returns the sums each query reads of the state and earlier keys (and its own key)."""
-    batch, length = tokens.value.shape[:2]
+    length = tokens.value.shape[1]
     size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
-    def split(x: Tree, fill: float | None) -> Tree:
-        return jax.tree.map(functools.partial(split_length, size=size, fill=fill), x)
-
     chunks = Tokens(
-        split(tokens.query, None),
-        split(tokens.key, None),
-        split(tokens.value, 0),
-        split(tokens.log_weights, -jnp.inf),
+        split_length(tokens.query, size, None),
+        split_length(tokens.key, size, None),
+        split_length(tokens.value, size, 0),
+        split_length(tokens.log_weights, size, -jnp.inf),
         # Padding joins the last segment, because the returned state is that of its keys.
-        split(tokens.query_segments, None),
-        split(tokens.key_segments, None),
+        split_length(tokens.query_segments, size, None),
+        split_length(tokens.key_segments, size, None),
     )
     segment = None
     if tokens.key_segments is not None:
         # The state belongs to the first segment, whose number is 0 if there are no tokens.
         segment = jnp.sum(tokens.key_segments[:, :1], 1, tokens.key_segments.dtype)
     attend = jax.checkpoint(
-        functools.partial(_attend_chunk, features, with_own_key), prevent_cse=False
+        lambda carry, chunk: _attend_chunk(features, with_own_key, carry, chunk), prevent_cse=False
     )
     carry, scanned = jax.lax.scan(attend, Carry(*state.split_poisoned(), segment), chunks)
-
-    def join(x: Shaped[Array, "chunks B C *rest"]) -> Shaped[Array, "B T *rest"]:
-        x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
-
-    return jax.tree.map(join, scanned), carry.state.poison(carry.poisoned)
+    return join_length(scanned, length), carry.state.poison(carry.poisoned)
 
 
 class _Visibility(NamedTuple):

@@ -30,6 +30,7 @@ from simrf_jax._src.attention.random_features.kept_keys import (
 )
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
+    attend_to_state,
     in_units_of,
     largest,
     state_of,
@@ -223,12 +224,11 @@ def attend_to_next(
     """
     state, poisoned = state.split_poisoned()
     keys, nonfinite = features.keys(inputs.key, inputs.key_log_weights)
-    queries, no_features = features.queries(inputs.query)
+    queries = features.queries(inputs.query)
     value = with_ones(inputs.value)
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(keys.exponent, axis=1), 1))
     phi = jnp.squeeze(in_units_of(maxima, keys), 1)
     sums = state.in_units_of(maxima) + phi[..., None] * value[:, 0, :, None]
     state, poisoned = AttentionState(sums, maxima), poisoned | nonfinite[:, 0]
-    out = state.read(queries, value.dtype).outputs()
-    out = jnp.where((no_features | poisoned[:, None, :, None])[..., None], jnp.nan, out)
+    out = attend_to_state(queries, state, poisoned, dtype=value.dtype)
     return out, state.poison(poisoned)

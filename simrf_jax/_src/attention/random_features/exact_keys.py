@@ -22,8 +22,8 @@ from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Keys,
     Readout,
-    chunks_of,
     in_units_of,
+    join_length,
     largest,
     or_zero,
     split_length,
@@ -202,7 +202,7 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     """
     inputs, features = jax.lax.stop_gradient((inputs, features))
     # Only denominators are needed.
-    keys = chunks_of(dataclasses.replace(inputs, value=inputs.value[..., :1]))
+    keys = Keys.in_chunks(dataclasses.replace(inputs, value=inputs.value[..., :1]))
     state, _ = sum_keys(keys, features)
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
     is_hidden = inputs.key_log_weights == -jnp.inf
@@ -234,10 +234,8 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     shares, _ = jax.lax.scan(add, jnp.zeros_like(state.sums[..., 0]), queries)
 
     def mass(chunk: Keys) -> Float[Array, "B S K"]:
-        phi = in_units_of(state.maxima, features.keys(chunk.key, chunk.log_weights).features)
+        phi = in_units_of(state.maxima, features.keys(chunk.key, chunk.key_log_weights).features)
         return contract("bskm,bkmd->bskd", phi, shares[..., None])[..., 0]
 
-    masses = jnp.moveaxis(jax.lax.map(mass, keys), 0, 1)
-    batch, chunks, size, heads = masses.shape
-    masses = masses.reshape(batch, chunks * size, heads)[:, :key_length]
+    masses = join_length(jax.lax.map(mass, keys), key_length)
     return jnp.where(is_hidden, -jnp.inf, masses)

@@ -26,6 +26,7 @@ from simrf_jax._src.attention.random_features.causal import (
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
+    join_length,
     largest,
     or_zero,
     pad,
@@ -151,18 +152,13 @@ class Division(NamedTuple):
                 split_length(keys.log_weights, size, -jnp.inf),
                 split_length(keys.score, size, -jnp.inf),
             ),
-            None if query_segments is None else split_length(query_segments, size, None),
-            None if segments is None else split_length(segments, size, None),
+            split_length(query_segments, size, None),
+            split_length(segments, size, None),
         )
         segment = None if segments is None else jnp.sum(segments[:, :1], 1, segments.dtype)
         step = jax.checkpoint(functools.partial(_divide_chunk, with_own_key), prevent_cse=False)
-        (kept, _), (near, left) = jax.lax.scan(step, (kept, segment), chunks)
-
-        def join(x: Shaped[Array, "chunks B C *rest"]) -> Shaped[Array, "B T *rest"]:
-            x = jnp.moveaxis(x, 0, 1)
-            return x.reshape(x.shape[0], x.shape[1] * size, *x.shape[3:])[:, :length]
-
-        near, left = jax.tree.map(join, (near, left))
+        (kept, _), divided = jax.lax.scan(step, (kept, segment), chunks)
+        near, left = join_length(divided, length)
         far = dataclasses.replace(
             inputs, key=left.key, value=left.value, key_log_weights=left.log_weights
         )

@@ -7,7 +7,7 @@ step-by-step attention, and attention over many devices, are ways to bracket one
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,10 @@ from jaxtyping import Array, Bool, Float, Shaped
 from simrf_jax._src import one_line
 from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures
 from simrf_jax._src.attention.inputs.call import Inputs, contract, quotient
+from simrf_jax._src.attention.inputs.masks import Size
 from simrf_jax._src.features import LogFeatures
+
+Tree = TypeVar("Tree")
 
 SUMMARY_CHUNK = 1024  # Number of keys per chunk when only their state is computed.
 
@@ -35,11 +38,9 @@ class Readout(NamedTuple):
     def add(self, other: Readout) -> Readout:
         """Returns what is read from two states together."""
         shift = jnp.maximum(self.shift, other.shift)
-        sums = self._in_units_of(shift) + other._in_units_of(shift)
+        unit = or_zero(shift)
+        sums = self.sums * jnp.exp(self.shift - unit) + other.sums * jnp.exp(other.shift - unit)
         return Readout(sums, shift)
-
-    def _in_units_of(self, shift: Float[Array, "*queries 1"]) -> Float[Array, "*queries columns"]:
-        return self.sums * jnp.exp(self.shift - or_zero(shift))
 
     def outputs(self) -> Float[Array, "*queries D"]:
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
@@ -76,19 +77,14 @@ class AttentionState(NamedTuple):
         return cls(contract("bskm,bskd->bkmd", in_units_of(maxima, keys), value), maxima)
 
     @classmethod
-    def empty(cls, inputs: Inputs, features: HeadMaps) -> AttentionState:
-        """Returns the state of no keys, for keys like those of the inputs."""
-        keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
-        return cls.of_no_keys(keys, with_ones(inputs.value[:, :0]))
-
-    @classmethod
-    def of_no_keys(cls, keys: LogFeatures, value: Float[Array, "B 0 K columns"]) -> AttentionState:
-        """Returns the state of keys ``[B, 0, K, ...]``."""
-        phi = signed_exp(keys.exponent, keys.values)[..., None]
+    def empty(cls, keys: Inputs | Keys, features: HeadMaps) -> AttentionState:
+        """Returns the state of no keys, for keys like these."""
+        phi, _ = features.keys(keys.key[:, :0], keys.key_log_weights[:, :0])
         # Not AttentionState.of, because an empty einsum fails in shard_map without jit (jax
         # 0.10.2).
-        sums = jnp.sum(phi * value[:, :, :, None], axis=1)
-        return cls(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
+        weights = signed_exp(phi.exponent, phi.values)[..., None]
+        sums = jnp.sum(weights * with_ones(keys.value[:, :0])[:, :, :, None], axis=1)
+        return cls(sums, jnp.squeeze(largest(phi.exponent, axis=1), 1))
 
     def merge(self, other: AttentionState) -> AttentionState:
         """Returns the state of the keys of both."""
@@ -150,36 +146,35 @@ class Keys(NamedTuple):
     Attributes:
       key: ``[chunks, B, S, K, H]``.
       value: ``[chunks, B, S, K, D]``.
-      log_weights: ``[chunks, B, S, K]``.
+      key_log_weights: ``[chunks, B, S, K]``.
     """
 
     key: Float[Array, "*chunks B S K H"]
     value: Float[Array, "*chunks B S K D"]
-    log_weights: Float[Array, "*chunks B S K"]
+    key_log_weights: Float[Array, "*chunks B S K"]
 
     @classmethod
-    def of(cls, inputs: Inputs, size: int | None) -> Keys:
-        """Returns the keys in chunks of ``size``, or in one chunk if it is None."""
-        if size is None:
-            return cls(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
+    def in_one_chunk(cls, inputs: Inputs) -> Keys:
+        """Returns the keys in one chunk."""
+        return cls(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
+
+    @classmethod
+    def in_chunks(cls, inputs: Inputs) -> Keys:
+        """Returns the keys in chunks; few keys, or a symbolic number of them, in one chunk."""
+        length = inputs.key.shape[1]
+        if not isinstance(length, int) or length <= SUMMARY_CHUNK:
+            return cls.in_one_chunk(inputs)
         return cls(
-            split_length(inputs.key, size, None),
-            split_length(inputs.value, size, 0),
-            split_length(inputs.key_log_weights, size, -jnp.inf),
+            split_length(inputs.key, SUMMARY_CHUNK, None),
+            split_length(inputs.value, SUMMARY_CHUNK, 0),
+            split_length(inputs.key_log_weights, SUMMARY_CHUNK, -jnp.inf),
         )
 
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
     """Returns the state of all keys, with the features of one chunk in memory at a time."""
-    state, poisoned = sum_keys(chunks_of(inputs), features)
+    state, poisoned = sum_keys(Keys.in_chunks(inputs), features)
     return state.poison(poisoned)
-
-
-def chunks_of(inputs: Inputs) -> Keys:
-    """Returns the keys in chunks; few keys, or a symbolic number of them, in one chunk."""
-    length = inputs.key.shape[1]
-    is_long = isinstance(length, int) and length > SUMMARY_CHUNK
-    return Keys.of(inputs, SUMMARY_CHUNK if is_long else None)
 
 
 def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B K"]]:
@@ -189,7 +184,7 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
     """
 
     def add(state: AttentionState | None, chunk: Keys) -> tuple[AttentionState, Bool[Array, "B K"]]:
-        phi, nonfinite = features.keys(chunk.key, chunk.log_weights)
+        phi, nonfinite = features.keys(chunk.key, chunk.key_log_weights)
         maxima = jnp.squeeze(largest(phi.exponent, axis=1), 1)
         maxima = maxima if state is None else jnp.maximum(state.maxima, maxima)
         weights = in_units_of(maxima, phi)
@@ -201,11 +196,10 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
         return AttentionState(sums, maxima), jnp.any(nonfinite, axis=1)
 
     num_chunks, _, size = keys.key.shape[:3]
+    first = jax.tree.map(lambda x: x[0], keys)
     if num_chunks == 1 and size != 0:
-        return add(None, jax.tree.map(lambda x: x[0], keys))
-    none = jax.tree.map(lambda x: x[0, :, :0], keys)
-    phi, _ = features.keys(none.key, none.log_weights)
-    empty = AttentionState.of_no_keys(phi, with_ones(none.value))
+        return add(None, first)
+    empty = AttentionState.empty(first, features)
     state, poisoned = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
     return state, jnp.any(poisoned, axis=0)
 
@@ -282,9 +276,21 @@ def pad(
     return jnp.concatenate([ends[0], x, ends[1]], axis=1)
 
 
-def split_length(
-    x: Shaped[Array, "B length *rest"], size: int, fill: float | None
-) -> Shaped[Array, "chunks B {size} *rest"]:
-    """Returns chunks ``[chunks, B, size, ...]`` of ``[B, length, ...]``, padded by ``pad``."""
-    x = pad(x, 0, -x.shape[1] % size, fill)
-    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
+def split_length(tree: Tree, size: int, fill: float | None) -> Tree:
+    """Splits arrays ``[B, length, ...]`` into ``[chunks, B, size, ...]``, padded by ``pad``."""
+
+    def split(x: Shaped[Array, "B length *rest"]) -> Shaped[Array, "chunks B size *rest"]:
+        x = pad(x, 0, -x.shape[1] % size, fill)
+        return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
+
+    return jax.tree.map(split, tree)
+
+
+def join_length(tree: Tree, length: Size) -> Tree:
+    """Joins the chunks that ``split_length`` made of arrays ``[B, length, ...]``."""
+
+    def join(x: Shaped[Array, "chunks B size *rest"]) -> Shaped[Array, "B T *rest"]:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
+
+    return jax.tree.map(join, tree)
