@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING
 
 from simrf_jax import calibration, feature_maps, fmm, hybrid, kernels
 from simrf_jax._src.attention import (
-    AttentionReport,
     AttentionState,
     Band,
     ExactKeys,
@@ -79,7 +78,6 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
-    "AttentionReport",
     "AttentionState",
     "Band",
     "DrawOptions",

@@ -6,7 +6,7 @@ measures their errors, where the prediction fails. ``required_features`` is a bo
 covariances.
 """
 
-from simrf_jax._src.selection.choice import FeatureChoice, choose_num_features, required_features
+from simrf_jax._src.selection.choice import choose_num_features, required_features
 from simrf_jax._src.selection.prediction import attention_error
 
-__all__ = ["FeatureChoice", "attention_error", "choose_num_features", "required_features"]
+__all__ = ["attention_error", "choose_num_features", "required_features"]

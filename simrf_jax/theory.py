@@ -15,7 +15,7 @@ from simrf_jax._src.theory.limits import (
     small_distance_prefactor,
 )
 from simrf_jax._src.theory.mse import hybrid_mse, kernel_mse, mse_ratio
-from simrf_jax._src.theory.optimum import OptimalDirections, optimal_directions
+from simrf_jax._src.theory.optimum import optimal_directions
 from simrf_jax._src.theory.positive import optimal_parameter, relative_bias
 from simrf_jax._src.theory.resultant import (
     log_conformity,
@@ -24,7 +24,6 @@ from simrf_jax._src.theory.resultant import (
 )
 
 __all__ = [
-    "OptimalDirections",
     "asymptotic_ratio",
     "estimate_covariance",
     "hybrid_mse",

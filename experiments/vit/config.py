@@ -16,9 +16,9 @@ from experiments.harness.config_fields import BELOW_ONE, SEEDS, Range, above, at
 from experiments.harness.mistakes import UserError, user_mistakes
 from experiments.vit.data import in_memory, records, shuffle
 from simrf_jax._src.attention.implementations import IMPLEMENTATIONS
-from simrf_jax._src.models.config import DTYPES, FEATURE_MAPS, POOLINGS, REMATS
+from simrf_jax._src.models.config import ATTENTIONS, DTYPES, FEATURE_MAPS, POOLINGS, REMATS
 from simrf_jax._src.projections import BLOCK_MODES
-from simrf_jax.models import ATTENTIONS, ViTConfig
+from simrf_jax.models import ViTConfig
 
 
 class Field(NamedTuple):

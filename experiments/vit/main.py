@@ -21,7 +21,7 @@ from experiments.harness import command_line, mistakes, process
 from experiments.vit import train
 from experiments.vit.config import TYPES
 from experiments.vit.tools import compare
-from simrf_jax.models import ATTENTIONS
+from simrf_jax._src.models.config import ATTENTIONS
 
 # Ctrl-C ends the program with this line; experiments/vit/train.py handles SIGTERM.
 STOPPED = "Stopped; the same command goes on from the last checkpoint, if any are kept."

@@ -1,21 +1,17 @@
 """Random-feature attention for Flax Linen: ``attention_fn`` of ``MultiHeadDotProductAttention``."""
 
-from simrf_jax._src.integrations.flax_report import LayerReport, ModelReport
 from simrf_jax._src.integrations.linen.calibration import calibrate
 from simrf_jax._src.integrations.linen.distillation import distillation_loss, learned_rows
 from simrf_jax._src.integrations.linen.fmm import FMMAttention
 from simrf_jax._src.integrations.linen.projection import RandomProjection
 from simrf_jax._src.integrations.linen.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.linen.report import attention_report
-from simrf_jax._src.integrations.linen.swap import SwappedAttention, swap_attention
+from simrf_jax._src.integrations.linen.swap import swap_attention
 
 __all__ = [
     "FMMAttention",
-    "LayerReport",
-    "ModelReport",
     "RandomFeatureAttention",
     "RandomProjection",
-    "SwappedAttention",
     "attention_report",
     "calibrate",
     "distillation_loss",

@@ -1,12 +1,10 @@
 """Random-feature attention for Flax NNX: an ``attention_fn`` for ``nnx.MultiHeadAttention``."""
 
-from simrf_jax._src.integrations.flax_report import LayerReport, ModelReport
 from simrf_jax._src.integrations.flax_versions import view
 from simrf_jax._src.integrations.nnx.calibration import calibrate
 from simrf_jax._src.integrations.nnx.distillation import distillation_loss
 from simrf_jax._src.integrations.nnx.fmm import FMMAttention
-from simrf_jax._src.integrations.nnx.layer_choice import LayerChoice
-from simrf_jax._src.integrations.nnx.linearize import Linearization, linearize
+from simrf_jax._src.integrations.nnx.linearize import linearize
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.nnx.report import attention_report
 from simrf_jax._src.integrations.nnx.swap import swap_attention
@@ -19,11 +17,7 @@ from simrf_jax._src.integrations.nnx.variables import (
 __all__ = [
     "Calibration",
     "FMMAttention",
-    "LayerChoice",
-    "LayerReport",
     "LearnedRows",
-    "Linearization",
-    "ModelReport",
     "RandomFeatureAttention",
     "RandomProjection",
     "attention_report",

@@ -8,8 +8,9 @@ import pytest
 from flax import nnx
 
 from simrf_jax import redraw_projections
+from simrf_jax._src.models.config import ATTENTIONS
 from simrf_jax.integrations.nnx import Calibration, RandomProjection, calibrate
-from simrf_jax.models import ATTENTIONS, ViT, ViTConfig
+from simrf_jax.models import ViT, ViTConfig
 from tests.tiers import slow_but
 from tests.versions import enable_x64
 

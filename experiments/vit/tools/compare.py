@@ -17,7 +17,7 @@ from experiments.vit.config import check_config, config_differences
 from experiments.vit.metrics import log
 from experiments.vit.tools import report
 from experiments.vit.training.folders import Folders
-from simrf_jax.models import ATTENTIONS
+from simrf_jax._src.models.config import ATTENTIONS
 
 
 def compare(
@@ -32,7 +32,7 @@ def compare(
     Args:
       config: Config of the runs; its ``seed`` and ``model.attention`` are replaced.
       workdir: Folder for ``results.json``, ``table.md``, ``compare.png`` and a folder for each run.
-      attentions: Names of ``simrf_jax.models.ATTENTIONS``.
+      attentions: Names of ``ATTENTIONS``.
       seeds: Seeds of the runs of each attention.
 
     Returns:

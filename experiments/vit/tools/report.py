@@ -18,7 +18,7 @@ from experiments.harness import config_fields, files, markdown, style
 from experiments.harness.mistakes import UserError, exit_on_user_error
 from experiments.vit.config import config_differences
 from experiments.vit.metrics import log
-from simrf_jax.models import ATTENTIONS
+from simrf_jax._src.models.config import ATTENTIONS
 
 # The numbers of ``results.json`` that are read, and the least that each may be.
 _LEAST = {

@@ -19,21 +19,7 @@ from simrf_jax._src.integrations.flax_attention import Request
 
 
 class LayerReport(NamedTuple):
-    """The attention of one layer: one number for each query head, averaged over the batch.
-
-    Attributes:
-      relative_error: Relative error of the attention weights; see ``simrf_jax.AttentionReport``.
-      output_error: Relative error of the outputs.
-      row_sum_mean: Mean ratio of the sums of the rows before normalization, ideally 1.
-      effective_rank: Effective rank of the weights that the features imply.
-      softmax_effective_rank: Effective rank of the softmax weights.
-      mean_squared_distance: Mean of :math:`|x + y|^2` over all queries x and keys y of the batch,
-        multiplied by the root of the scale. The variance of a positive feature grows like the
-        exponential of this number.
-      features_needed: Number of balanced features with iid rows needed for the requested relative
-        squared error; see ``simrf_jax.selection.required_features``. It may be infinite.
-      num_features: Number of random features of the layer; 0 for a map that needs no W.
-    """
+    """The attention of one layer; ``attention_report`` of both APIs documents the fields."""
 
     relative_error: np.ndarray
     output_error: np.ndarray

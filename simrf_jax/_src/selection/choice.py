@@ -108,24 +108,7 @@ def _root(name: str, covariance: ArrayLike) -> Float64[np.ndarray, "*batch dim d
 
 @dataclasses.dataclass(frozen=True)
 class FeatureChoice:
-    """Feature map, coupling and number of features for a relative error of attention.
-
-    Attributes:
-      reached: True if the predicted error, or the mean of trials plus its standard error, is at
-        most ``relative_error``. Otherwise the choice is the best with the largest allowed number of
-        features.
-      features: Feature map: ``"positive"``, ``"hyperbolic"``, ``"optimal_positive"`` or
-        ``"calibrated"``.
-      coupling: Coupling of the rows of the projection.
-      num_features: Number of rows m of the projection.
-      num_entries: Number of entries of the features, 2m for hyperbolic features.
-      parameter: Parameter A of optimal positive features, otherwise 0.
-      predicted_error: Expected relative squared error, averaged over heads: in closed form, or the
-        mean of trials.
-      standard_error: Standard error of the trials, None for a closed form.
-      relative_error: Requested error.
-      mean_squared_distance: Mean of :math:`|x + y|^2`, which indicates how hard the task is.
-    """
+    """The choice of ``choose_num_features``, which documents the fields."""
 
     reached: bool
     features: ChosenFeatures
@@ -215,7 +198,23 @@ def choose_num_features(
       trials: False skips the measurements, and thereby calibrated features.
 
     Returns:
-      ``FeatureChoice``, which prints as sentences.
+      A record that prints as sentences, with the fields
+
+      - ``reached``: True if the predicted error, or the mean of trials plus its standard error, is
+        at most ``relative_error``. Otherwise the choice is the best with the largest allowed number
+        of features.
+      - ``features``: Feature map: ``"positive"``, ``"hyperbolic"``, ``"optimal_positive"`` or
+        ``"calibrated"``.
+      - ``coupling``: Coupling of the rows of the projection.
+      - ``num_features``: Number of rows m of the projection.
+      - ``num_entries``: Number of entries of the features, 2m for hyperbolic features.
+      - ``parameter``: Parameter A of optimal positive features, otherwise 0.
+      - ``predicted_error``: Expected relative squared error, averaged over heads: in closed form,
+        or the mean of trials.
+      - ``standard_error``: Standard error of the trials, None for a closed form.
+      - ``relative_error``: Requested error.
+      - ``mean_squared_distance``: Mean of :math:`|x + y|^2`, which indicates how hard the task is.
+      - ``reason``: Sentence with the reason for this choice.
 
     Raises:
       TypeError: If a number is not an integer, an array is not real, or ``trials`` is neither True

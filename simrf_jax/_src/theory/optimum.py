@@ -52,7 +52,8 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
       dim: Dimension d.
 
     Returns:
-      ``OptimalDirections``: unit vectors ``[m, dim]`` and the logarithm of the conformity.
+      A named tuple of ``directions``, unit vectors ``[m, dim]`` before the random rotation, and
+      ``log_conformity``, the logarithm of the conformity of the rows.
 
     Raises:
       TypeError: If ``dim`` is not an integer, or ``norms`` or ``v`` is not real.

@@ -17,25 +17,7 @@ from simrf_jax._src.projections import ProjectionLike
 
 
 class AttentionReport(NamedTuple):
-    r"""The error of random-feature attention, in float64 NumPy, one number for each head.
-
-    With A the softmax weights, :math:`\hat A` those that the features imply, and :math:`Z_t` and
-    :math:`\hat Z_t` the sums of their rows before normalization (after it they are one by
-    construction). A head in which no query sees a key has no error.
-
-    Attributes:
-      relative_error: Relative error of the weights, :math:`\|\hat A - A\|_F / \|A\|_F`.
-      row_sum_mean: Mean of :math:`\hat Z_t / Z_t` over the queries that see a key. An unbiased
-        estimate of the softmax kernel has 1 on average over projections; less is typical where the
-        variance is large, and balanced by a rare projection with much more.
-      row_sum_error: Worst :math:`|\hat Z_t / Z_t - 1|`.
-      effective_rank: :math:`\exp(-\sum_i p_i \log p_i)` of :math:`\hat A`, with p the singular
-        values divided by their sum (Roy and Vetterli, 2007). At most the number of features if
-        attention is not causal.
-      softmax_effective_rank: The same for A.
-      output_error: Relative error of the outputs, :math:`\|\hat A V - A V\|_F / \|A V\|_F`; None
-        without values.
-    """
+    """The error of random-feature attention; ``attention_report`` documents the fields."""
 
     relative_error: Float64[np.ndarray, "*batch N"]
     row_sum_mean: Float64[np.ndarray, "*batch N"]
@@ -150,7 +132,21 @@ def attention_report(
         beyond their lengths do not count.
 
     Returns:
-      An ``AttentionReport`` of arrays ``[..., N]``.
+      A named tuple of arrays ``[..., N]`` of NumPy, in float64, one number for each head:
+
+      - ``relative_error``: Relative error of the weights, :math:`\|\hat A - A\|_F / \|A\|_F`.
+      - ``row_sum_mean``: Mean of :math:`\hat Z_t / Z_t` over the queries that see a key. An
+        unbiased estimate of the softmax kernel has 1 on average over projections; less is typical
+        where the variance is large, and balanced by a rare projection with much more.
+      - ``row_sum_error``: Worst :math:`|\hat Z_t / Z_t - 1|`.
+      - ``effective_rank``: :math:`\exp(-\sum_i p_i \log p_i)` of :math:`\hat A`, with p the
+        singular values divided by their sum (Roy and Vetterli, 2007). At most the number of
+        features if attention is not causal.
+      - ``softmax_effective_rank``: The same for A.
+      - ``output_error``: Relative error of the outputs, :math:`\|\hat A V - A V\|_F / \|A V\|_F`;
+        None without values.
+
+      A head in which no query sees a key has no error.
 
     Raises:
       TypeError: If a dtype is wrong, or under ``jit`` or ``vmap``: NumPy computes the singular

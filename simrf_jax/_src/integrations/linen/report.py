@@ -35,8 +35,19 @@ def attention_report(
       relative_error: Relative squared error of the kernel for ``features_needed``.
 
     Returns:
-      The ``LayerReport`` of each adapter, by its path in the model; prints as a table. A stack of
-      layers has one for each, such as ``"layers/attention/attention_fn[2]"``.
+      A dict that prints as a table: a named tuple for each adapter, by its path in the model. A
+      stack of layers has one for each, such as ``"layers/attention/attention_fn[2]"``. The fields
+      have one number for each query head, averaged over the batch:
+
+      - ``relative_error``, ``output_error``, ``row_sum_mean``, ``effective_rank`` and
+        ``softmax_effective_rank``, as in ``simrf_jax.attention_report``;
+      - ``mean_squared_distance``: Mean of :math:`|x + y|^2` over all queries x and keys y of the
+        batch, multiplied by the root of the scale. The variance of a positive feature grows like
+        the exponential of this number;
+      - ``features_needed``: Number of balanced features with iid rows needed for the requested
+        relative squared error; see ``simrf_jax.selection.required_features``. It may be infinite;
+      - ``num_features``: Number of random features of the layer, an integer; 0 for a map that
+        needs no W.
 
     Raises:
       TypeError: If relative_error is not a number.

@@ -35,24 +35,7 @@ class Option(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LayerChoice:
-    """The attention that ``linearize`` chose for one layer, and its error on held-out batches.
-
-    Attributes:
-      num_features: Number of features of each head.
-      exact_bandwidth: Distance over which queries see keys exactly, or None.
-      exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None.
-      is_learned: True if the features were learned, False if they are calibrated.
-      operations: Multiplications, relative to those of exact attention at the same length, without
-        those that choose exact keys.
-      relative_error: Squared error of the outputs divided by their squared norm, given exact
-        inputs, as the mean over heads and sequences.
-      standard_error: Its standard error over sequences.
-      is_reached: True if the mean plus one standard error is at most the requested error, or none
-        was requested.
-      far_share: ``[N]``, the part of each head's attention weights that belongs to keys of the far
-        field, which features estimate; the mean over queries.
-      softmax_far_share: ``[N]``, the part of the softmax weights at the same keys.
-    """
+    """The attention that ``linearize`` chose for one layer; ``linearize`` documents the fields."""
 
     num_features: int
     exact_bandwidth: int | None

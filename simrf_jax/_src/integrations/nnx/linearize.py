@@ -35,17 +35,7 @@ _CHOSEN = ("feature_map", "coupling", "norms", "decode")  # Options that the fun
 
 @dataclasses.dataclass(frozen=True)
 class Linearization:
-    """The choices of ``linearize`` for a model, and their errors; prints as a table.
-
-    Attributes:
-      layers: The choice for each layer, by its path in the model.
-      relative_error: The requested error of each layer, or None.
-      output_error: Squared error of the model's outputs on the held-out batches, divided by their
-        squared norm. Outputs are all floating arrays that the model returns. NaN if there are none
-        or all are zeros, as is the cosine.
-      output_cosine: Mean cosine of the vectors along the last axis of the outputs to those before.
-      swap: The swap of the layers; ``swap.undo()`` restores the model.
-    """
+    """The choices of ``linearize`` for a model, which documents the fields; prints as a table."""
 
     layers: dict[str, LayerChoice]
     relative_error: float | None
@@ -164,7 +154,34 @@ def linearize(
         which models that pass causal masks need.
 
     Returns:
-      The ``Linearization``, which prints as a table. Its ``swap.undo()`` restores the model.
+      A record that prints as a table, with the fields
+
+      - ``layers``: The choice for each layer, by its path in the model; see below.
+      - ``relative_error``: The requested error of each layer, or None.
+      - ``output_error``: Squared error of the model's outputs on the held-out batches, divided by
+        their squared norm. Outputs are all floating arrays that the model returns. NaN if there are
+        none or all are zeros, as is the cosine.
+      - ``output_cosine``: Mean cosine of the vectors along the last axis of the outputs to those
+        before.
+      - ``swap``: The swap of the layers; ``swap.undo()`` restores the model.
+
+      The choice for a layer has the fields
+
+      - ``num_features``: Number of features of each head.
+      - ``exact_bandwidth``: Distance over which queries see keys exactly, or None.
+      - ``exact_keys``: Number of keys that all queries see exactly, a tuple of their positions, or
+        None.
+      - ``is_learned``: True if the features were learned, False if they are calibrated.
+      - ``operations``: Multiplications, relative to those of exact attention at the same length,
+        without those that choose exact keys.
+      - ``relative_error``: Squared error of the outputs divided by their squared norm, given exact
+        inputs, as the mean over heads and sequences.
+      - ``standard_error``: Its standard error over sequences.
+      - ``is_reached``: True if the mean plus one standard error is at most the requested error, or
+        none was requested.
+      - ``far_share``: ``[N]``, the part of each head's attention weights that belongs to keys of
+        the far field, which features estimate; the mean over queries.
+      - ``softmax_far_share``: ``[N]``, the part of the softmax weights at the same keys.
 
     Raises:
       TypeError: If an option is unknown or of a wrong type, or ``linearize`` chooses it itself.
