@@ -35,6 +35,7 @@ from simrf_jax._src.attention.random_features.state import (
     pad,
     signed_exp,
     split_length,
+    weigh,
     with_ones,
 )
 from simrf_jax._src.features import FeatureMap, LogFeatures, Side, calls_function
@@ -152,8 +153,8 @@ def causal_attention(
     """
     if inputs.key.shape[1] != inputs.query.shape[1]:
         inputs = one_key_for_each_query(inputs, 0)
-    tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    return _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
+    tokens = Tokens.of(inputs, inputs.segments)
+    return scan(tokens, features, state, chunk_size=chunk_size, with_own_key=True)
 
 
 def packed_attention(
@@ -174,29 +175,11 @@ def packed_attention(
       chunk_size: A power of two.
     """
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    up_to, _ = _scan(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
-    later, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
+    up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=True)
+    later, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, with_own_key=False)
     later = flip(later)
     readout, poisoned = up_to.readout.add(later.readout), up_to.poisoned | later.poisoned
     return up_to._replace(readout=readout, poisoned=poisoned)
-
-
-def read_earlier(
-    tokens: Tokens, features: HeadMaps, state: AttentionState, *, chunk_size: int
-) -> tuple[Scanned, AttentionState]:
-    """Lets each query read a state and the keys at positions before its own.
-
-    Args:
-      tokens: Queries and keys.
-      features: Their feature maps.
-      state: State of the keys before the first.
-      chunk_size: A power of two.
-
-    Returns:
-      The sums that the queries read, and the state of all keys, as in ``causal_attention``.
-    """
-    tokens, features = _map_custom(tokens, features)
-    return _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
 
 
 def flip(tree: Tree) -> Tree:
@@ -256,18 +239,30 @@ def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
     return tokens, HeadMaps(None, _Given())
 
 
-def _scan(
-    features: HeadMaps,
+def scan(
     tokens: Tokens,
+    features: HeadMaps,
     state: AttentionState,
     *,
     chunk_size: int,
     with_own_key: bool,
 ) -> tuple[Scanned, AttentionState]:
-    """Calls ``_scan_chunks``, compiled unless the map is a user's function."""
+    """Lets each query read a state and the keys at positions before its own.
+
+    Args:
+      tokens: Queries and keys.
+      features: Their feature maps.
+      state: State of the keys before the first.
+      chunk_size: A power of two.
+      with_own_key: True if a query also reads the key at its own position.
+
+    Returns:
+      The sums that the queries read, and the state of all keys, as in ``causal_attention``.
+    """
+    tokens, features = _map_custom(tokens, features)
     static = ("chunk_size", "with_own_key")
-    scan = compiled(_scan_chunks, features.feature_map, *static, inline=False)
-    return scan(features, tokens, state, chunk_size=chunk_size, with_own_key=with_own_key)
+    program = compiled(_scan_chunks, features.feature_map, *static, inline=False)
+    return program(features, tokens, state, chunk_size=chunk_size, with_own_key=with_own_key)
 
 
 def _scan_chunks(
@@ -533,9 +528,7 @@ def _read_in_units(
       visibility: The keys that the queries see.
     """
     value, state = chunk.value, carry.state
-    logits = queries.exponent + keys.units.of_queries[:, :, :, None]
-    shift = largest(logits, axis=-1)
-    features = signed_exp(logits - or_zero(shift), queries.values)
+    features, shift = weigh(queries, keys.units.of_queries[:, :, :, None])
     weights = contract("bqkgm,bskm->bkgqs", features, keys.features)
     weights = jnp.where(visibility.pairs(value.shape[1])[:, None, None], weights, 0)
     carried = visibility.carried[..., None, None, None]
@@ -576,9 +569,7 @@ def _read_pairs(
     def of_key(key: LogFeatures) -> tuple[Float[Array, "B C K G"], Float[Array, "B C K G"]]:
         """Returns the weights of one key for all queries, and the logarithms of their units."""
         key = jax.tree.map(lambda x: x[:, None, :, None], key)
-        logits = queries.exponent + key.exponent
-        units = largest(logits, axis=-1)
-        products = signed_exp(logits - or_zero(units), queries.values)
+        products, units = weigh(queries, key.exponent)
         if key.values is not None:
             products = products * key.values
         return jnp.sum(products, axis=-1), jnp.squeeze(units, -1)

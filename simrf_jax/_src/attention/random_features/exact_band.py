@@ -24,7 +24,7 @@ from simrf_jax._src.attention.random_features.causal import (
     flip,
     in_units_of_the_kernel,
     one_key_for_each_query,
-    read_earlier,
+    scan,
 )
 from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
 from simrf_jax._src.attention.random_features.kept_keys import Division, ExactKeysState
@@ -158,12 +158,12 @@ class Fields(NamedTuple):
             )
             readout, earlier, before = readout.add(divided.near), divided.far, before.far
         tokens = Tokens.of(earlier, self.segments)
-        read, far_state = read_earlier(tokens, features, before, chunk_size=chunk_size)
+        read, far_state = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=False)
         far, poisoned = in_units_of_the_kernel(read)
         readout, poisoned = far.add(readout), poisoned | near.poisoned
         if self.later is not None and after is not None:
             tokens = flip(Tokens.of(self.later, self.segments))
-            read, _ = read_earlier(tokens, features, after, chunk_size=chunk_size)
+            read, _ = scan(tokens, features, after, chunk_size=chunk_size, with_own_key=False)
             far, sees_nonfinite = in_units_of_the_kernel(flip(read))
             readout, poisoned = readout.add(far), poisoned | sees_nonfinite
         if more is not None:

@@ -28,6 +28,7 @@ from simrf_jax._src.attention.random_features.state import (
     or_zero,
     split_length,
     sum_keys,
+    weigh,
     with_ones,
 )
 from simrf_jax._src.features import LogFeatures, calls_function
@@ -225,7 +226,7 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
                 "A number of exact_keys is chosen by positive features, and these may be "
                 "negative; pass the positions of the keys."
             )
-        weights, _ = state.weigh(phi)
+        weights, _ = weigh(phi, state.maxima[:, None, :, None])
         totals = contract("btkgm,bkmd->btkgd", weights, state.sums[..., -1:])
         has_share = (totals > 0) & (chunk[1] & ~poisoned)[..., None]
         more = jnp.where(has_share, weights / jnp.where(has_share, totals, 1), 0)

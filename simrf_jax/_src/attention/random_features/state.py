@@ -116,14 +116,6 @@ class AttentionState(NamedTuple):
         poisoned = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
         return self._replace(sums=jnp.where(poisoned[:, :, None, None], 0, self.sums)), poisoned
 
-    def weigh(
-        self, queries: LogFeatures
-    ) -> tuple[Float[Array, "B T K G num_features"], Float[Array, "B T K G 1"]]:
-        """Returns the factors of the sums for each query, in units of e^shift, and the shift."""
-        logits = queries.exponent + self.maxima[:, None, :, None, :]
-        shift = largest(logits, axis=-1)
-        return signed_exp(logits - or_zero(shift), queries.values), shift
-
     def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
         """Returns the sums that queries read, ``[B, T, K, G, D + 1]``.
 
@@ -134,7 +126,7 @@ class AttentionState(NamedTuple):
           queries: Features of ``[B, T, K, G]`` queries.
           dtype: Contraction dtype.
         """
-        features, shift = self.weigh(queries)
+        features, shift = weigh(queries, self.maxima[:, None, :, None])
         # With this order of axes the product needs no transposed copy of the features.
         sums = contract("btkgm,bkmd->bktgd", features, self.sums.astype(dtype))
         return Readout(jnp.moveaxis(sums, 2, 1), shift)
@@ -247,6 +239,21 @@ def in_units_of(
 ) -> Float[Array, "B S K num_features"]:
     """Returns the features of keys, each in units of its maximum."""
     return signed_exp(keys.exponent - or_zero(maxima)[:, None], keys.values)
+
+
+def weigh(
+    queries: LogFeatures, units: Float[Array, " B #T K #G #num_features"]
+) -> tuple[Float[Array, "B T K G num_features"], Float[Array, "B T K G 1"]]:
+    """Returns the weights of each feature for queries, in units of e^shift, and the shift.
+
+    Args:
+      queries: Features of the queries.
+      units: Logarithms of the units in which the sums or keys are given, such as the maxima of a
+        state.
+    """
+    logits = queries.exponent + units
+    shift = largest(logits, axis=-1)
+    return signed_exp(logits - or_zero(shift), queries.values), shift
 
 
 def signed_exp(

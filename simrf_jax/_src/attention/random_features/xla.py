@@ -26,6 +26,7 @@ from simrf_jax._src.attention.random_features.state import (
     Keys,
     attend_to_state,
     sum_keys,
+    weigh,
 )
 from simrf_jax._src.features import calls_function
 
@@ -190,7 +191,7 @@ def _read(
         if exact is not None:
             queries = exact.append_to_queries(queries, query)
         phi, no_features = queries
-        weights, _ = state.weigh(phi)
+        weights, _ = weigh(phi, state.maxima[:, None, :, None])
         # With this order of axes the products need no transposed copy of the weights.
         numerator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, sums), 2, 1)
         denominator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, total), 2, 1)

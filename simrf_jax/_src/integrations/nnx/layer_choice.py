@@ -115,7 +115,7 @@ class Layer:
     ) -> list[tuple[Option, float]]:
         """Returns the options that this layer can take, and their costs, cheapest first."""
         calls = [seen.request.call for seen in self.test]
-        if any(call.is_causal or call.segment_ids is not None for call in calls):
+        if any(call.in_order() for call in calls):
             # The choice of some keys by all queries would look ahead, or into other segments.
             options = [
                 option._replace(exact_keys=None) if isinstance(option.exact_keys, int) else option
