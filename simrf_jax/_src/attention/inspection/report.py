@@ -132,7 +132,7 @@ def attention_report(
         beyond their lengths do not count.
 
     Returns:
-      A named tuple of arrays ``[..., N]`` of NumPy, in float64, one number for each head:
+      A named tuple of NumPy's arrays ``[..., N]`` in float64, with one number for each head.
 
       - ``relative_error``: Relative error of the weights, :math:`\|\hat A - A\|_F / \|A\|_F`.
       - ``row_sum_mean``: Mean of :math:`\hat Z_t / Z_t` over the queries that see a key. An

@@ -35,9 +35,9 @@ def attention_report(
       relative_error: Relative squared error of the kernel for ``features_needed``.
 
     Returns:
-      A dict that prints as a table: a named tuple for each adapter, by its path in the model. A
+      A dict with a named tuple for each adapter, by its path in the model; it prints as a table. A
       stack of layers has one for each, such as ``"layers/attention/attention_fn[2]"``. The fields
-      have one number for each query head, averaged over the batch:
+      have one number for each query head, averaged over the batch.
 
       - ``relative_error``, ``output_error``, ``row_sum_mean``, ``effective_rank`` and
         ``softmax_effective_rank``, as in ``simrf_jax.attention_report``;
