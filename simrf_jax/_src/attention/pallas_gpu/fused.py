@@ -19,8 +19,9 @@ from jaxtyping import Array, Float
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call, repeat_heads
 from simrf_jax._src.attention.pallas_gpu import flash, gradient
-from simrf_jax._src.attention.pallas_gpu.gradient import Side
-from simrf_jax._src.attention.pallas_gpu.tiles import TILE, Vectors
+from simrf_jax._src.attention.pallas_gpu.gradient import side_of
+from simrf_jax._src.attention.pallas_gpu.kernels import Side
+from simrf_jax._src.attention.pallas_gpu.tiles import TILE
 from simrf_jax._src.attention.pallas_inputs import (
     LOG2E,
     form_of,
@@ -32,6 +33,7 @@ from simrf_jax._src.attention.pallas_inputs import (
 from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES
 
+ROWS = 8  # Of a swizzled tile: TMA wants whole ones.
 LEAST_TERM = -1e29  # A finite term hides no key.
 LARGEST = 1e15  # Larger components of a key count as not finite; their squares are close to LEAST.
 
@@ -67,14 +69,17 @@ def attend(estimator: Estimator, call: Call, *, interpret: Any) -> Float[Array, 
       call: A call that the kernels can take.
       interpret: Parameters of the interpreter, or None to compile.
     """
-    out = _attend(interpret, lay_out(call, estimator))
+    out = _attend(interpret, lay_out(call, estimator))[:, : call.query.shape[-3]]
     if call.query_seq_lengths is not None:
         out = jnp.where(call.with_batch_axis().real_queries(), out, 0)
     return out.reshape(*call.query.shape[:-1], out.shape[-1])
 
 
 def lay_out(call: Call, estimator: Estimator) -> Operands:
-    """Returns the operands, whose gradients lead to those of all arrays of the call."""
+    """Returns the operands, whose gradients lead to those of all arrays of the call.
+
+    Tokens are padded to whole rows of a swizzled tile, with keys that are hidden.
+    """
     query, key, value = (
         x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
         for x in (call.query, call.key, call.value)
@@ -93,6 +98,12 @@ def lay_out(call: Call, estimator: Estimator) -> Operands:
         visible = (jnp.swapaxes(log_weights, 1, 2) != -jnp.inf)[..., None]
         key, value = (jnp.where(visible, x, 0) for x in (key, value))
     root, sign = root_and_sign(call)
+    terms = _key_terms(of_keys, key, root, log_weights)
+    padding = -key.shape[1] % ROWS
+    terms = jnp.pad(terms, [(0, 0), (0, 0), (0, padding)], constant_values=-jnp.inf)
+    query, key, value = (
+        jnp.pad(x, [(0, 0), (0, -x.shape[1] % ROWS), (0, 0), (0, 0)]) for x in (query, key, value)
+    )
     offsets = [form.offsets for form in (of_queries, of_keys) if form.offsets is not None]
     num_rows = of_keys.rows.shape[-2]
     return Operands(
@@ -101,7 +112,7 @@ def lay_out(call: Call, estimator: Estimator) -> Operands:
         value,
         of_queries.rows * (sign * root * LOG2E),
         of_keys.rows * (root * LOG2E),
-        _key_terms(of_keys, key, root, log_weights),
+        terms,
         sum(offsets, jnp.zeros((1, num_rows), jnp.float32)) * LOG2E,
     )
 
@@ -113,7 +124,6 @@ def _key_terms(
     key = key.astype(jnp.float32)
     # Components that are not finite become zeros, because 0 * NaN would reach a gradient.
     is_finite = jnp.abs(key) <= LARGEST
-    marks = jnp.sum(jnp.where(is_finite, jnp.float32(0), jnp.nan), axis=-1)
     stretched = jnp.where(is_finite, key, 0) * root
     if form.stretch is not None:
         num_heads, dim = key.shape[-2:]
@@ -121,8 +131,10 @@ def _key_terms(
         stretched = jnp.einsum("bskh,kih->bski", stretched, stretch, precision="highest")
     if form.center is not None:
         stretched -= form.center[None, None]
-    terms = jnp.sum(jnp.square(stretched), axis=-1) * (-0.5 * LOG2E)
-    terms = jnp.swapaxes(jnp.maximum(terms, LEAST_TERM) + marks, 1, 2)
+    # One sum, because each costs as much time as the keys take to be read.
+    squares = jnp.where(is_finite, jnp.square(stretched), jnp.nan)
+    terms = jnp.maximum(jnp.sum(squares, axis=-1) * (-0.5 * LOG2E), LEAST_TERM)
+    terms = jnp.swapaxes(terms, 1, 2)
     return terms if log_weights is None else terms + log_weights
 
 
@@ -134,21 +146,22 @@ def _attend(interpret: Any, operands: Operands) -> jax.Array:
 
 def _passes(interpret: Any, operands: Operands) -> tuple[flash.Read, flash.Read]:
     """Returns what the rows read of the keys, and what the queries read of the rows."""
-    query, key, value = (Vectors((x,), True) for x in operands[:3])
-    rows = _split(operands.key_rows)
-    of_rows = flash.attend(rows, key, value, operands.key_terms, interpret)
+    query, key, value = operands[:3]
+    keys = Side(True, (key, value), (operands.key_terms,), (-math.inf,))
+    rows = Side(False, _split(operands.key_rows))
+    of_rows = flash.attend(rows, keys, key.shape[2], interpret)
     lse = of_rows.lse + _row_terms(operands)
     of_rows = flash.Read(of_rows.out, lse)
-    values = Vectors((of_rows.out,), False)
-    return of_rows, flash.attend(query, _split(operands.query_rows), values, lse, interpret)
+    rows = Side(False, (*_split(operands.query_rows), of_rows.out), (lse,), (-math.inf,))
+    return of_rows, flash.attend(Side(True, (query,)), rows, query.shape[2], interpret)
 
 
-def _split(rows: jax.Array) -> Vectors:
-    """Returns rows as sums of two parts, whose products with bfloat16 keep 16 bits of the rows."""
+def _split(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns two parts of rows, whose products with bfloat16 keep 16 bits of the rows."""
     padding = -rows.shape[1] % TILE
     rows = jnp.pad(rows, [(0, 0), (0, padding), (0, 0)])[None]
     high = rows.astype(jnp.bfloat16)
-    return Vectors((high, (rows - high.astype(jnp.float32)).astype(jnp.bfloat16)), False)
+    return high, (rows - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def _row_terms(operands: Operands) -> jax.Array:
@@ -189,9 +202,8 @@ def _gradients(
     products = jnp.where(good, of_out.astype(jnp.float32) * of_queries.out, 0)
     means = jnp.swapaxes(jnp.sum(products, axis=-1), 1, 2)
     of_out = jnp.where(good, of_out, 0)
-    rows = _split(operands.query_rows)
-    query_side = Side(Vectors((query,), True), Vectors((of_out,), True), of_query, means)
-    row_side = Side(rows, Vectors((state,), False), lse)
+    query_side = side_of(True, (query,), of_out, of_query, means)
+    row_side = side_of(False, _split(operands.query_rows), state, lse)
     run = functools.partial(gradient.gradients, interpret=interpret)
     (of_query_vectors,) = run(query_side, row_side, num_heads, others=False, terms=False)
     # Query heads share the rows and the state of their key head.
@@ -204,9 +216,9 @@ def _gradients(
     of_state = of_state.astype(jnp.bfloat16)
     # The mean of the gradients of a row's weights, less the gradient of its log-sum-exp.
     means = jnp.sum(of_state.astype(jnp.float32) * state, axis=-1) - of_lse
-    row_side = Side(_split(operands.key_rows), Vectors((of_state,), False), own, means)
+    row_side = side_of(False, _split(operands.key_rows), of_state, own, means)
     terms = jnp.where(jnp.isnan(operands.key_terms), -jnp.inf, operands.key_terms)
-    key_side = Side(Vectors((operands.key,), True), Vectors((operands.value,), True), terms)
+    key_side = side_of(True, (operands.key,), operands.value, terms)
     of_key, of_value, of_key_terms = run(key_side, row_side, num_key_heads, others=True, terms=True)
     (of_key_rows,) = run(row_side, key_side, num_key_heads, others=False, terms=False)
     # 0 * NaN is not 0, so a key that is not finite reaches the gradients of its head's rows.
