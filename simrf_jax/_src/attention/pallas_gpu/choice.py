@@ -17,6 +17,8 @@ from simrf_jax._src.attention.pallas_inputs import (
 
 # Widths of heads whose tiles fit the shared memory and the registers.
 WIDTHS = (64, 128)
+# A program of causal attention keeps all rows of W and the state in shared memory.
+CAUSAL_WIDTH, CAUSAL_ROWS = 64, 128
 # ``wgmma`` exists on these GPUs only: older ones have no such instruction, newer ones another one.
 CAPABILITY = "9."
 
@@ -61,10 +63,8 @@ def _reason_against_device() -> str | None:
 
 
 def _reason_against_mode(estimator: Estimator, call: Call) -> str | None:
-    if call.is_causal:
-        return "they are for bidirectional attention, got is_causal=True"
     if call.segment_ids is not None:
-        return "they are for bidirectional attention, got segment_ids"
+        return "they have no segment_ids"
     if estimator.exact_bandwidth is not None:
         return "they have no exact_bandwidth"
     if estimator.mesh_axes.batch or estimator.mesh_axes.heads:
@@ -82,4 +82,10 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
     if not {*widths} <= {*WIDTHS}:
         wanted = " or ".join(map(str, WIDTHS))
         return f"heads of queries and values must be {wanted} wide, got {widths[0]} and {widths[1]}"
+    num_rows = form.rows.shape[-2] * (2 if form.is_paired else 1)
+    if call.is_causal and ({*widths} != {CAUSAL_WIDTH} or num_rows > CAUSAL_ROWS):
+        return (
+            f"causal attention has heads {CAUSAL_WIDTH} wide and at most {CAUSAL_ROWS} rows of W, "
+            f"got {widths[0]} and {widths[1]}, and {num_rows}"
+        )
     return None

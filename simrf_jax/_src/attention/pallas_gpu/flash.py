@@ -55,6 +55,25 @@ def attend(rows: Side, keys: Side, num_heads: int, interpret: Any) -> Read:
     return found if rows.are_tokens else _merged(found)
 
 
+def attend_in_parts(rows: Side, keys: Side, num_heads: int, parts: int, interpret: Any) -> Read:
+    """Lets rows of W attend to each part of the keys alone.
+
+    Args:
+      rows: Rows of W.
+      keys: Keys, as in ``attend``.
+      num_heads: Number of heads of the rows.
+      parts: Number of parts, each of as many tiles of 128 keys.
+      interpret: Parameters of the interpreter, or None to compile.
+
+    Returns:
+      What they read, the parts along the first axis, the outputs in float32 if there are several.
+    """
+    batch = keys.numbers[0].shape[0]
+    attention = _Attention(rows, keys, interpret)
+    found = reduce(attention, batch, num_heads, interpret, dtype=jnp.float32, parts=parts)
+    return Read(*found)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Attention(Reduction):
     """The outputs of rows, and their log-sum-exps."""
@@ -78,16 +97,10 @@ class _Attention(Reduction):
         return zeros(TILE, *self.dims), zeros(TILE), zeros(TILE) + LEAST
 
     def add(self, sums: Any, own: Tile, other: Tile) -> Any:
-        total, denominator, top = sums
         *keys, values = other.vectors
         logits = products(own.vectors, keys)
         logits += along(read(other.numbers[0], 1), 1, logits.shape)
-        new = jnp.maximum(top, logits.max(axis=1))
-        shrink = jnp.exp2(top - new)
-        weights = jnp.exp2(logits - along(new, 0, logits.shape))
-        denominator = denominator * shrink + weights.sum(axis=1)
-        total *= along(shrink, 0, total.shape)
-        return add_weighted(total, weights, values, self.interpret), denominator, new
+        return add(sums, logits, values, self.interpret)
 
     def finish(self, sums: Any, own: Tile) -> tuple[list[jax.Array], list[jax.Array]]:
         total, denominator, top = sums
@@ -101,6 +114,17 @@ class _Attention(Reduction):
             bad = jnp.where(jnp.abs(out) < jnp.inf, 0.0, jnp.nan).sum(axis=1)
         lse = top + jnp.log(denominator) * LOG2E
         return [out + along(bad, 0, out.shape)], [jnp.where(nothing, -jnp.inf, lse) + bad]
+
+
+def add(sums: Any, logits: jax.Array, values: Any, interpret: Any) -> Any:
+    """Adds values in shared memory to the sums, the denominators and the maxima of rows."""
+    total, denominator, top = sums
+    new = jnp.maximum(top, logits.max(axis=1))
+    shrink = jnp.exp2(top - new)
+    weights = jnp.exp2(logits - along(new, 0, logits.shape))
+    denominator = denominator * shrink + weights.sum(axis=1)
+    total *= along(shrink, 0, total.shape)
+    return add_weighted(total, weights, values, interpret), denominator, new
 
 
 def _merged(found: Read) -> Read:

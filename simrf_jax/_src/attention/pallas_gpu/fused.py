@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call, repeat_heads
-from simrf_jax._src.attention.pallas_gpu import flash, gradient
+from simrf_jax._src.attention.pallas_gpu import causal, flash, gradient
 from simrf_jax._src.attention.pallas_gpu.gradient import side_of
 from simrf_jax._src.attention.pallas_gpu.kernels import Side
 from simrf_jax._src.attention.pallas_gpu.tiles import TILE
@@ -30,6 +30,7 @@ from simrf_jax._src.attention.pallas_inputs import (
     to_base_2,
     without_gradient,
 )
+from simrf_jax._src.attention.random_features import xla
 from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES
 
@@ -62,14 +63,18 @@ class Operands(NamedTuple):
 
 
 def attend(estimator: Estimator, call: Call, *, interpret: Any) -> Float[Array, "*batch T N D"]:
-    """Lets each query attend to all keys.
+    """Lets each query attend to all keys, or to those up to its own.
 
     Args:
       estimator: W and the feature map.
       call: A call that the kernels can take.
       interpret: Parameters of the interpreter, or None to compile.
     """
-    out = _attend(interpret, lay_out(call, estimator))[:, : call.query.shape[-3]]
+    if call.is_causal:
+        out = _attend_causally(interpret, estimator, call)
+    else:
+        out = _attend(interpret, lay_out(call, estimator))
+    out = out[:, : call.query.shape[-3]]
     if call.query_seq_lengths is not None:
         out = jnp.where(call.with_batch_axis().real_queries(), out, 0)
     return out.reshape(*call.query.shape[:-1], out.shape[-1])
@@ -156,17 +161,44 @@ def _passes(interpret: Any, operands: Operands) -> tuple[flash.Read, flash.Read]
     return of_rows, flash.attend(Side(True, (query,)), rows, query.shape[2], interpret)
 
 
-def _split(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend_causally(interpret: Any, estimator: Estimator, call: Call) -> jax.Array:
+    """Returns ``[B, T, N, D]``; its gradient is that of the XLA implementation."""
+    operands = lay_out(call, estimator)
+    is_finite = jnp.all(jnp.isfinite(operands.value), axis=-1)
+    marks = jnp.swapaxes(jnp.where(is_finite, jnp.float32(0), jnp.nan), 1, 2)
+    terms = jnp.where(operands.key_terms == -jnp.inf, -jnp.inf, operands.key_terms + marks)
+    keys = Side(True, (operands.key, operands.value), (terms,), (-math.inf,))
+    rows = (_split(x, causal.ROWS) for x in (operands.query_rows, operands.key_rows))
+    row_terms = _row_terms(operands, causal.ROWS)
+    return causal.attend(operands.query, keys, *rows, row_terms, interpret)
+
+
+def _forward_causally(interpret: Any, estimator: Estimator, call: Call) -> tuple[jax.Array, Any]:
+    attend = functools.partial(_attend_causally, interpret)
+    return without_gradient(attend, estimator, call), (estimator, call)
+
+
+def _backward_causally(interpret: Any, kept: Any, of_out: jax.Array) -> Any:
+    _, pull_back = jax.vjp(xla.attend, *kept)
+    out = kept[1].query.shape[:-1]
+    return pull_back(of_out[:, : out[-2]].reshape(*out, of_out.shape[-1]))
+
+
+_attend_causally.defvjp(_forward_causally, _backward_causally)
+
+
+def _split(rows: jax.Array, multiple: int = TILE) -> tuple[jax.Array, jax.Array]:
     """Returns two parts of rows, whose products with bfloat16 keep 16 bits of the rows."""
-    padding = -rows.shape[1] % TILE
+    padding = -rows.shape[1] % multiple
     rows = jnp.pad(rows, [(0, 0), (0, padding), (0, 0)])[None]
     high = rows.astype(jnp.bfloat16)
     return high, (rows - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def _row_terms(operands: Operands) -> jax.Array:
+def _row_terms(operands: Operands, multiple: int = TILE) -> jax.Array:
     """Returns ``[1, 1 or K, m]``, the terms of the rows, minus infinity for rows that are added."""
-    padding = -operands.row_terms.shape[-1] % TILE
+    padding = -operands.row_terms.shape[-1] % multiple
     return jnp.pad(operands.row_terms, [(0, 0), (0, padding)], constant_values=-jnp.inf)[None]
 
 

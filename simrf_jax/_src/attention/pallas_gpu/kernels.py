@@ -184,7 +184,13 @@ class Store(NamedTuple):
 
 
 def reduce(
-    reduction: Reduction, batch: int, num_heads: int, interpret: Any, *, dtype: Any = jnp.bfloat16
+    reduction: Reduction,
+    batch: int,
+    num_heads: int,
+    interpret: Any,
+    *,
+    dtype: Any = jnp.bfloat16,
+    parts: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """Runs a reduction for all heads.
 
@@ -194,6 +200,7 @@ def reduce(
       num_heads: Number of heads for which there are results.
       interpret: Parameters of the interpreter, or None to compile.
       dtype: Type of the vectors that result, where several programs share the other side.
+      parts: By how many programs rows share the other side; None to choose it.
 
     Returns:
       Vectors in the layout of the own side, and numbers ``[B, heads, padded length]``; those of
@@ -202,16 +209,22 @@ def reduce(
     own, other = reduction.own, reduction.other
     if own.are_tokens and other.length <= MOST_ROWS and _stages_of_own(reduction) > 0:
         return _stream_own(reduction, batch, num_heads, interpret)
-    return _stream_other(reduction, batch, num_heads, interpret, dtype)
+    return _stream_other(reduction, batch, num_heads, interpret, dtype, parts)
 
 
 def _stream_other(
-    reduction: Reduction, batch: int, num_heads: int, interpret: Any, dtype: Any
+    reduction: Reduction,
+    batch: int,
+    num_heads: int,
+    interpret: Any,
+    dtype: Any,
+    parts: int | None,
 ) -> tuple[jax.Array, ...]:
     own, other, width = reduction.own, reduction.other, reduction.width
     tiles = ceil_div(own.length, TILE * WARP_GROUPS)
-    parts = 1
-    if not own.are_tokens:
+    if own.are_tokens:
+        parts = 1
+    elif parts is None:
         parts = min(SMS // (batch * num_heads * tiles), ceil_div(other.length, width) // LEAST_PART)
         parts = max(1, parts)
     num = ceil_div(other.length, width * parts)  # Tiles of a part.
@@ -228,7 +241,6 @@ def _stream_other(
     }
 
     def kernel(
-        own_refs: Any,
         refs: Any,
         out_refs: Any,
         *,
@@ -239,6 +251,7 @@ def _stream_other(
         full: Any,
         free: Any,
     ) -> None:
+        own_refs, refs = refs[: len(own_tiles)], refs[len(own_tiles) :]
         place = Place(lax.axis_index("batch"), lax.axis_index("head"), num_heads)
         part, group = lax.axis_index("part"), lax.axis_index("warp_group")
         start = (lax.axis_index("tile") * WARP_GROUPS + group) * TILE
@@ -257,7 +270,7 @@ def _stream_other(
             # To the end, because the interpreter wants all phases of a barrier to be seen.
             @pl.loop(0, num)
             def _(step: jax.Array) -> None:
-                slot = _slot(step, stages)
+                slot = slot_of(step, stages)
                 plgpu.barrier_wait(free.at[slot])
 
                 @pl.when(step + stages < num)
@@ -273,7 +286,7 @@ def _stream_other(
             own_tile = own.tile(targets)
 
             def step(i: jax.Array, sums: Any) -> Any:
-                slot = _slot(i, stages)
+                slot = slot_of(i, stages)
                 plgpu.barrier_wait(full.at[slot])
                 sums = reduction.add(sums, own_tile, other.tile([x.at[slot] for x in tiles]))
                 # Ordinary reads, too, must be over before the next tile is copied.
@@ -288,8 +301,8 @@ def _stream_other(
             plgpu.wait_smem_to_gmem(0)
 
     outputs = store.shapes(parts * batch, num_heads)
-    arrays = own.arrays(ceil_div(own.length, TILE) * TILE), other.arrays(num * width * parts)
-    found = _call(
+    arrays = [*own.arrays(ceil_div(own.length, TILE) * TILE), *other.arrays(num * width * parts)]
+    found = launch(
         reduction.name,
         kernel,
         arrays,
@@ -328,7 +341,6 @@ def _stream_own(
     }
 
     def kernel(
-        own_refs: Any,
         refs: Any,
         out_refs: Any,
         *,
@@ -339,6 +351,7 @@ def _stream_own(
         full: Any,
         free: Any,
     ) -> None:
+        own_refs, refs = refs[: len(own_tiles)], refs[len(own_tiles) :]
         place = Place(lax.axis_index("batch"), lax.axis_index("head"), num_heads)
         part, group = lax.axis_index("part"), lax.axis_index("warp_group")
 
@@ -361,7 +374,7 @@ def _stream_own(
             @pl.loop(0, num)
             def _(step: jax.Array) -> None:
                 for group in range(WARP_GROUPS):
-                    slot = _slot(step, stages) * WARP_GROUPS + group
+                    slot = slot_of(step, stages) * WARP_GROUPS + group
                     plgpu.barrier_wait(free.at[slot])
 
                     @pl.when(step + stages < num)
@@ -375,7 +388,7 @@ def _stream_own(
 
             @pl.loop(0, num)
             def _(step: jax.Array) -> None:
-                slot = _slot(step, stages) * WARP_GROUPS + group
+                slot = slot_of(step, stages) * WARP_GROUPS + group
                 plgpu.barrier_wait(full.at[slot])
                 own_tile = own.tile([x.at[slot] for x in own_tiles])
                 sums = reduction.start()
@@ -392,8 +405,8 @@ def _stream_own(
             plgpu.wait_smem_to_gmem(0)
 
     outputs = store.shapes(batch, num_heads)
-    arrays = own.arrays(ceil_div(own.length, TILE) * TILE), other.arrays(other.length)
-    return _call(
+    arrays = [*own.arrays(ceil_div(own.length, TILE) * TILE), *other.arrays(other.length)]
+    return launch(
         reduction.name, kernel, arrays, outputs, scratch, (batch, num_heads, parts, 1), interpret
     )
 
@@ -416,20 +429,34 @@ def _blocks(length: int) -> Iterator[Any]:
         start += size
 
 
-def _slot(step: jax.Array, stages: int) -> jax.Array:
+def slot_of(step: jax.Array, stages: int) -> jax.Array:
     """Returns the number of the memory of a step's tile."""
     return lax.rem(step, jnp.asarray(stages, step.dtype))
 
 
-def _call(
-    name: str, kernel: Any, arrays: Any, outputs: Any, scratch: Any, grid: Any, interpret: Any
+def launch(
+    name: str,
+    kernel: Any,
+    arrays: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    scratch: dict[str, Any],
+    grid: tuple[int, ...],
+    interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Calls a kernel of references to the arrays of both sides, to outputs and to scratch."""
-    own, other = arrays
+    """Runs a kernel.
+
+    Args:
+      name: What it is called in a profile.
+      kernel: Function of references to the arrays and the outputs and, by name, to the scratch.
+      arrays: Arrays to read.
+      outputs: Shapes of the outputs.
+      scratch: Memory and barriers, by name.
+      grid: Sizes of the grid: the batch, the heads, the programs that share a side, and tiles.
+      interpret: Parameters of the interpreter, or None to compile.
+    """
 
     def body(*refs: Any, **memory: Any) -> None:
-        end = len(own) + len(other)
-        kernel(refs[: len(own)], refs[len(own) : end], refs[end:], **memory)
+        kernel(refs[: len(arrays)], refs[len(arrays) :], **memory)
 
     body.__name__ = name
     options = {} if interpret is None else {"interpret": interpret}
@@ -445,4 +472,4 @@ def _call(
         **options,
     )
     with without_x64():
-        return tuple(run(*own, *other))
+        return tuple(run(*arrays))
