@@ -15,7 +15,10 @@ Then the features of each pair have a unit of their own, key by key (``_pairs``)
 
 from __future__ import annotations
 
-from typing import Any
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +34,7 @@ from simrf_jax._src.attention.pallas_gpu.kernels import (
     SMS,
     WARP_GROUPS,
     Side,
+    Tile,
     launch,
     slot_of,
 )
@@ -48,9 +52,21 @@ from simrf_jax._src.attention.pallas_gpu.tiles import (
 from simrf_jax._src.attention.pallas_inputs import LOG2E
 
 CHUNK = ROWS = TILE * WARP_GROUPS
-STAGES = 2  # Chunks that are loaded at once.
 LEAST_CHUNKS = 4  # Of a program; fewer would not repay the work of another one.
 LIMIT = 100.0  # Exponents further below their unit may be too small.
+
+
+class Read(NamedTuple):
+    """Outputs of causal attention, and the log-sum-exp of its logits.
+
+    Attributes:
+      out: ``[B, T, N, D]``, zeros where no key is visible.
+      lse: ``[B, N, padded T]``, to base 2; minus infinity where no key is visible, and NaN where
+        the output is NaN.
+    """
+
+    out: jax.Array
+    lse: jax.Array
 
 
 def attend(
@@ -60,7 +76,7 @@ def attend(
     key_rows: tuple[jax.Array, ...],
     row_terms: jax.Array,
     interpret: Any,
-) -> jax.Array:
+) -> Read:
     """Lets each query attend to the keys up to its own.
 
     A key or a value that is not finite, which a term of NaN marks, turns the outputs from its own
@@ -73,109 +89,177 @@ def attend(
       key_rows: W of keys.
       row_terms: Logarithms of what multiplies the features of a row, ``[1, 1 or K, ROWS]``.
       interpret: Parameters of the interpreter, or None to compile.
-
-    Returns:
-      ``[B, T, N, D]``.
     """
     batch, length, num_heads, _ = query.shape
-    dim = keys.vectors[1].shape[-1]
     chunks = ceil_div(length, CHUNK)
     parts = max(1, min(SMS // (batch * num_heads), chunks // LEAST_CHUNKS))
-    num = ceil_div(chunks, parts)  # Chunks of a program.
-    tokens = Side(True, (query, *keys.vectors), keys.numbers, keys.fills)
-    rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
     before: list[jax.Array] = []
     if parts > 1:
         num_key_heads = keys.vectors[0].shape[2]
         side = Side(False, key_rows)
         before = _before(flash.attend_in_parts(side, keys, num_key_heads, parts, interpret))
-    scratch = {
-        "row_tiles": rows.memory(ROWS),
-        "tiles": tokens.memory(STAGES, CHUNK),
-        "means": memory(ROWS, dim),
-        "features": memory(ROWS, CHUNK),
-        # Of rows: units, weights and exponents of the state, and flags.
-        "numbers": [plgpu.SMEM((ROWS,), jnp.float32) for _ in range(4)],
-        "of_key": plgpu.SMEM((2, ROWS), jnp.float32),
-        "found": plgpu.SMEM((WARP_GROUPS, TILE), jnp.float32),
-        "loaded": plgpu.Barrier(num_arrivals=len(rows.arrays(0)) + len(before)),
-        "full": plgpu.Barrier(num_arrivals=len(tokens.arrays(0)), num_barriers=STAGES),
-        "free": plgpu.Barrier(num_arrivals=WARP_GROUPS, num_barriers=STAGES),
-        "written": plgpu.Barrier(num_arrivals=WARP_GROUPS),
-        "have_read": plgpu.Barrier(num_arrivals=WARP_GROUPS),
-    }
+    rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
+    walk = Walk(Side(True, (query,)), keys, rows, stages=2, parts=parts)
+    return Read(*walk.run(Attention, before, interpret))
 
-    def kernel(
-        refs: Any,
-        out_refs: Any,
-        *,
-        row_tiles: Any,
-        tiles: Any,
-        loaded: Any,
-        full: Any,
-        free: Any,
-        **memory: Any,
-    ) -> None:
-        token_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
-        row_refs, before_refs = refs[: len(row_tiles)], refs[len(row_tiles) :]
-        place = Place(lax.axis_index("batch"), lax.axis_index("head"), num_heads)
-        part, group = lax.axis_index("part"), lax.axis_index("warp_group")
-        first = part * num
 
-        @pl.when(group == WARP_GROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
-            rows.copy(place, 0, row_refs, row_tiles, loaded)
-            if before:
-                of_part = Place(part * batch + place.batch, place.head, num_heads)
-                targets = memory["means"], memory["numbers"][0]
-                for source, target in zip(before_refs, targets, strict=True):
-                    plgpu.copy_gmem_to_smem(of_part.of(source, 0, ROWS), target, loaded)
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """A kernel that goes through the chunks of a head in order.
 
-            def load(step: Any, slot: Any) -> None:
-                targets = [x.at[slot] for x in tiles]
-                tokens.copy(place, (first + step) * CHUNK, token_refs, targets, full.at[slot])
+    Attributes:
+      own: Tokens for which there are results, which take their place in memory: vectors in the
+        place of the first vectors, and one number.
+      others: As many tokens that they see, and their values.
+      rows: Rows of W of the own tokens and of the others, two parts each, and their terms.
+      stages: Chunks that are loaded at once.
+      parts: Number of programs that share the chunks of a head.
+      is_reversed: True to go from the last chunk to the first one.
+    """
 
-            for step in range(min(STAGES, num)):
-                load(step, step)
+    own: Side
+    others: Side
+    rows: Side
+    stages: int
+    parts: int = 1
+    is_reversed: bool = False
 
-            @pl.loop(0, num)
-            def _(step: jax.Array) -> None:
-                slot = slot_of(step, STAGES)
-                plgpu.barrier_wait(free.at[slot])
+    def run(
+        self, program: type[Program], before: Sequence[jax.Array], interpret: Any
+    ) -> tuple[jax.Array, ...]:
+        """Runs the kernel.
 
-                @pl.when(step + STAGES < num)
-                def _() -> None:
-                    load(step + STAGES, slot)
+        Args:
+          program: What a warp group does with a chunk.
+          before: What the rows read before the first chunk of each part: means of the values
+            ``[parts * B, heads, ROWS, D]``, and log-sum-exps; nothing for one part.
+          interpret: Parameters of the interpreter, or None to compile.
 
-        @pl.when(group < WARP_GROUPS)
-        def _() -> None:
-            plgpu.set_max_registers(REGISTERS, action="increase")
-            plgpu.barrier_wait(loaded)
-            program = _Program(group, row_tiles, interpret=interpret, **memory)
-            plgpu.barrier_arrive(memory["have_read"])
+        Returns:
+          Vectors ``[B, length, N, dim]``, and numbers ``[B, N, padded length]``.
+        """
+        own, others, rows, stages = self.own, self.others, self.rows, self.stages
+        batch, length, num_heads, _ = self._shape
+        dim = others.vectors[1].shape[-1]
+        num = ceil_div(length, CHUNK * self.parts)  # Chunks of a program.
+        tokens = Side(
+            True,
+            (*own.vectors, *others.vectors),
+            (*own.numbers, *others.numbers),
+            (*own.fills, *others.fills),
+        )
+        scratch = {
+            "row_tiles": rows.memory(ROWS),
+            "tiles": tokens.memory(stages, CHUNK),
+            "means": memory(ROWS, dim),
+            "features": memory(ROWS, CHUNK),
+            # Of rows: units, weights and exponents of the state, its offsets, and flags.
+            "numbers": [plgpu.SMEM((ROWS,), jnp.float32) for _ in range(5)],
+            "of_other": plgpu.SMEM((2, ROWS), jnp.float32),
+            "found": plgpu.SMEM((WARP_GROUPS, TILE), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=len(rows.arrays(0)) + len(before)),
+            "full": plgpu.Barrier(num_arrivals=len(tokens.arrays(0)), num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=WARP_GROUPS, num_barriers=stages),
+            "written": plgpu.Barrier(num_arrivals=WARP_GROUPS),
+            "have_read": plgpu.Barrier(num_arrivals=WARP_GROUPS),
+        }
 
-            def step(i: jax.Array, state: Any) -> Any:
-                slot = slot_of(i, STAGES)
-                plgpu.barrier_wait(full.at[slot])
-                query, *others = (x.at[slot] for x in tiles)
-                state = program.attend(state, query.at[program.half], *others)
-                start = (first + i) * CHUNK + group * TILE
-                target = place.of(out_refs[0], start, TILE, are_tokens=True)
-                plgpu.copy_smem_to_gmem(query.at[program.half], target)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(free.at[slot])
-                return state
+        def kernel(
+            refs: Any,
+            out_refs: Any,
+            *,
+            row_tiles: Any,
+            tiles: Any,
+            loaded: Any,
+            full: Any,
+            free: Any,
+            **memory: Any,
+        ) -> None:
+            token_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
+            row_refs, before_refs = refs[: len(row_tiles)], refs[len(row_tiles) :]
+            place = Place(lax.axis_index("batch"), lax.axis_index("head"), num_heads)
+            part, group = lax.axis_index("part"), lax.axis_index("warp_group")
 
-            lax.fori_loop(0, num, step, program.start(is_first=not before))
-            plgpu.barrier_wait(memory["have_read"])
-            plgpu.wait_smem_to_gmem(0)
+            def start(step: Any) -> Any:
+                last = self.parts * num - 1
+                chunk = part * num + step
+                return (last - chunk if self.is_reversed else chunk) * CHUNK
 
-    outputs = [jax.ShapeDtypeStruct((batch, length, num_heads, dim), jnp.bfloat16)]
-    arrays = [*tokens.arrays(parts * num * CHUNK), *rows.arrays(0), *before]
-    grid = (batch, num_heads, parts, 1)
-    (out,) = launch("causal_pass", kernel, arrays, outputs, scratch, grid, interpret)
-    return out
+            @pl.when(group == WARP_GROUPS)
+            def _() -> None:
+                plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
+                rows.copy(place, 0, row_refs, row_tiles, loaded)
+                if before:
+                    of_part = Place(part * batch + place.batch, place.head, num_heads)
+                    targets = memory["means"], memory["numbers"][0]
+                    for source, target in zip(before_refs, targets, strict=True):
+                        plgpu.copy_gmem_to_smem(of_part.of(source, 0, ROWS), target, loaded)
+
+                def load(step: Any, slot: Any) -> None:
+                    targets = [x.at[slot] for x in tiles]
+                    tokens.copy(place, start(step), token_refs, targets, full.at[slot])
+
+                for step in range(min(stages, num)):
+                    load(step, step)
+
+                @pl.loop(0, num)
+                def _(step: jax.Array) -> None:
+                    slot = slot_of(step, stages)
+                    plgpu.barrier_wait(free.at[slot])
+
+                    @pl.when(step + stages < num)
+                    def _() -> None:
+                        load(step + stages, slot)
+
+            @pl.when(group < WARP_GROUPS)
+            def _() -> None:
+                plgpu.set_max_registers(REGISTERS, action="increase")
+                plgpu.barrier_wait(loaded)
+                mine = program(self, group, row_tiles, interpret, **memory)
+                plgpu.barrier_arrive(memory["have_read"])
+
+                def step(i: jax.Array, state: Any) -> Any:
+                    slot = slot_of(i, stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    tile = tokens.tile([x.at[slot] for x in tiles])
+                    own_tile, other_tile = self._split(tile, mine.half)
+                    state = mine.meet(state, own_tile, other_tile)
+                    first = start(i) + group * TILE
+                    *vector_refs, number_ref = out_refs
+                    for x, ref in zip(own_tile.vectors, vector_refs, strict=False):
+                        plgpu.copy_smem_to_gmem(x, place.of(ref, first, TILE, are_tokens=True))
+                    number = memory["found"].at[group]
+                    plgpu.copy_smem_to_gmem(number, place.of(number_ref, first, TILE))
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    plgpu.barrier_arrive(free.at[slot])
+                    return state
+
+                lax.fori_loop(0, num, step, mine.start(is_first=not before))
+                plgpu.barrier_wait(memory["have_read"])
+                plgpu.wait_smem_to_gmem(0)
+
+        padded = ceil_div(length, CHUNK) * CHUNK
+        outputs = [
+            jax.ShapeDtypeStruct((batch, length, num_heads, x.shape[-1]), jnp.bfloat16)
+            for x in own.vectors[: program.num_vectors]
+        ]
+        outputs.append(jax.ShapeDtypeStruct((batch, num_heads, padded), jnp.float32))
+        arrays = [*tokens.arrays(self.parts * num * CHUNK), *rows.arrays(0), *before]
+        grid = (batch, num_heads, self.parts, 1)
+        return launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """Shape of the queries."""
+        return max(x.shape for x in (self.own.vectors[0], self.others.vectors[0]))
+
+    def _split(self, tile: Tile, half: Any) -> tuple[Tile, Tile]:
+        """Returns the own half of a chunk of own tokens, and the chunk of the others."""
+        num, numbers = len(self.own.vectors), len(self.own.numbers)
+        own = Tile(
+            [x.at[half] for x in tile.vectors[:num]], [x.at[half] for x in tile.numbers[:numbers]]
+        )
+        return own, Tile(tile.vectors[num:], tile.numbers[numbers:])
 
 
 def _before(found: flash.Read) -> list[jax.Array]:
@@ -195,54 +279,70 @@ def _before(found: flash.Read) -> list[jax.Array]:
     return [x.reshape(-1, *x.shape[2:]) for x in (out.astype(jnp.bfloat16), lse)]
 
 
-class _Program:
-    """A warp group's part of a program.
+class Program(abc.ABC):
+    """What a warp group does with a chunk: for half of the rows of W, and half of the own tokens.
 
-    Args:
+    Attributes:
+      name: What the kernel is called in a profile.
+      num_vectors: Number of vectors that result.
+      walk: The kernel.
       group: Number of the warp group.
-      row_tiles: Rows of W of queries and of keys, two parts each, and their terms.
-      interpret: Parameters of the interpreter, or None to compile.
-      means, features, numbers, of_key, found: Shared memory.
-      written, have_read: Barriers of the warp groups.
+      half: Its rows, and its tokens.
     """
+
+    name: ClassVar[str]
+    num_vectors: ClassVar[int] = 1
 
     def __init__(
         self,
+        walk: Walk,
         group: jax.Array,
         row_tiles: Any,
-        *,
         interpret: Any,
+        *,
         means: Any,
         features: Any,
         numbers: Any,
-        of_key: Any,
+        of_other: Any,
         found: Any,
         written: Any,
         have_read: Any,
     ):
+        self.walk, self.group, self.interpret = walk, group, interpret
         self.half = pl.ds(group * TILE, TILE)
-        self.group, self.interpret = group, interpret
-        self.query_rows, self.row_terms = row_tiles[:2], row_tiles[4]
-        self.key_rows = [x.at[self.half] for x in row_tiles[2:4]]
-        self.means, self.features, self.of_key, self.found = means, features, of_key, found
-        self.units, self.weights, self.exponents, self.flags = numbers
+        self.own_rows, self.row_terms = row_tiles[:2], row_tiles[4]
+        self.other_rows = [x.at[self.half] for x in row_tiles[2:4]]
+        self.means, self.features, self.of_other, self.found = means, features, of_other, found
+        self.units, self.weights, self.exponents, self.offsets, self.flags = numbers
         self.written, self.have_read = written, have_read
 
+    @abc.abstractmethod
+    def in_units(self, own: Tile, others: Tile) -> None:
+        """Writes the results, where exponents are not far below the units."""
+
+    @abc.abstractmethod
+    def by_pairs(self, own: Tile, others: Tile, is_finite: jax.Array) -> None:
+        """Writes the results at any exponents, and of tokens that may not be finite."""
+
     def start(self, *, is_first: bool) -> Any:
-        """Returns the state of the own rows before the first chunk: sums, as in ``flash``."""
+        """Returns the state of the own rows before the first chunk.
+
+        It has sums of values, their denominators and maxima as in ``flash``, and sums of offsets.
+        """
         dim = self.means.shape[-1]
         if is_first:
-            return zeros(TILE, dim), zeros(TILE), zeros(TILE) + LEAST
+            return zeros(TILE, dim), zeros(TILE), zeros(TILE) + LEAST, zeros(TILE)
         lse = read(self.units.at[self.half], 0)
         means = read(self.means.at[self.half]).astype(jnp.float32)
         means += along(jnp.where(lse < jnp.inf, 0.0, jnp.nan), 0, means.shape)
         is_some = lse > LEAST
-        return means, jnp.where(is_some, 1.0, 0.0), jnp.where(is_some, lse, LEAST)
+        top = jnp.where(is_some, lse, LEAST)
+        return means, jnp.where(is_some, 1.0, 0.0), top, zeros(TILE)
 
-    def attend(self, state: Any, query: Any, key: Any, value: Any, terms: Any) -> Any:
-        """Writes the outputs of a tile of queries in their place, and returns the next state."""
-        total, denominator, top = state
-        exponents = self.exponents_of(key, terms)
+    def meet(self, state: Any, own: Tile, others: Tile) -> Any:
+        """Writes the results of the own tokens, and returns the state after the others."""
+        total, denominator, top, offset = state
+        exponents = self.exponents_of(*others.vectors[:1], others.numbers[0])
         square = exponents.shape
         unit = jnp.maximum(top, exponents.max(axis=1))
         # What is below LIMIT may be lost.
@@ -252,47 +352,52 @@ class _Program:
         of_state = top + jnp.log(some) * LOG2E
         below = jnp.maximum(below, jnp.where(nothing, 0.0, unit - of_state))
         features = jnp.exp2(exponents - along(unit, 0, square)).astype(jnp.bfloat16)
+        row_terms = read(self.row_terms.at[self.half], 0)
         plgpu.barrier_wait(self.have_read)
         self.features.at[self.half][...] = features
-        means = total * along(1 / some, 0, total.shape)
-        self.means.at[self.half][...] = means.astype(jnp.bfloat16)
-        row_terms = read(self.row_terms.at[self.half], 0)
+        self.means.at[self.half][...] = (total * along(1 / some, 0, total.shape)).astype(
+            jnp.bfloat16
+        )
         self.units.at[self.half][...] = unit + row_terms
         self.weights.at[self.half][...] = jnp.where(nothing, 0.0, jnp.exp2(of_state - unit))
         self.exponents.at[self.half][...] = jnp.where(nothing, -jnp.inf, of_state + row_terms)
+        self.offsets.at[self.half][...] = offset / some
         self.flags.at[self.half][...] = jnp.where(below > LIMIT, 1.0, 0.0)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.written)
         shrink = jnp.exp2(top - unit)
-        denominator = denominator * shrink + features.astype(jnp.float32).sum(axis=1)
+        features = features.astype(jnp.float32)
+        denominator = denominator * shrink + features.sum(axis=1)
+        if len(others.numbers) > 1:
+            offset = offset * shrink
+            offset += (features * along(read(others.numbers[1], 1), 1, square)).sum(axis=1)
         total *= along(shrink, 0, total.shape)
-        total = add_weighted(total, features, value, self.interpret)
+        total = add_weighted(total, features, others.vectors[1], self.interpret)
         plgpu.barrier_wait(self.written)
-        found = self.largest_flag(terms)
+        found = self.largest_flag(others.numbers[0])
 
         @pl.when(found == 0)
         def _() -> None:
-            self.write(query, *self.in_units(query, value), zeros(TILE))
+            self.in_units(own, others)
 
         @pl.when(found > 0)
         def _() -> None:
-            self.hide(value, found > 1)
-            self.write(query, *self.by_pairs(query, key, value, terms), self.bad_keys(terms))
+            self.by_pairs(own, others, found < 2)
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.have_read)
         total += jnp.where(found > 1, jnp.nan, 0.0)
-        return total, denominator, unit
+        return total, denominator, unit, offset
 
-    def exponents_of(self, key: Any, terms: Any) -> jax.Array:
-        """Returns the exponents of the features of keys, of the own rows."""
-        logits = products(self.key_rows, [key])
+    def exponents_of(self, vectors: Any, terms: Any) -> jax.Array:
+        """Returns the exponents of the features of other tokens, of the own rows."""
+        logits = products(self.other_rows, [vectors])
         terms = along(read(terms, 1), 1, logits.shape)
         # Keys that are not finite have terms of NaN.
         return jnp.where(terms > -jnp.inf, logits + terms, -jnp.inf)
 
     def largest_flag(self, terms: Any) -> jax.Array:
-        """Returns 2 if a key is not finite, 1 if a row has a flag, and 0 otherwise."""
+        """Returns 2 if a token is not finite, 1 if a row has a flag, and 0 otherwise."""
         terms = read(terms, 1)
         flags = jnp.maximum(read(self.flags, 1), jnp.where(terms == terms, 0.0, 2.0))
         own = self.found.at[self.group]
@@ -301,11 +406,49 @@ class _Program:
         plgpu.commit_smem()
         return self.found[self.group, 0]
 
-    def in_units(self, query: Any, value: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the sums that queries read, and their denominators."""
-        logits = products([query], self.query_rows)
+    def is_visible(self, start: int, size: int) -> jax.Array:
+        """Returns which of some others of the chunk the own tokens see, ``[TILE, size]``."""
+        own, others = (_iota((TILE, size), axis) for axis in (0, 1))
+        own += self.group * TILE
+        others += start
+        return others >= own if self.walk.is_reversed else others <= own
+
+    def wait(self) -> None:
+        """Waits for the other warp group."""
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.written)
+        plgpu.barrier_wait(self.written)
+
+    def one_by_one(self, exponents: jax.Array, start: Any, add: Callable[..., Any]) -> Any:
+        """Calls a function for each of ``TILE`` others, with its exponents of all rows.
+
+        Args:
+          exponents: Exponents of the others, of the own rows.
+          start: Sums over none of them.
+          add: Function of which is its column, of its exponents and of sums; returns the next sums.
+        """
+
+        def of_other(i: jax.Array, sums: Any) -> Any:
+            is_other = _iota((TILE, TILE), 1) == i
+            slot = slot_of(i, 2)
+            mine = self.of_other.at[slot, self.half]
+            mine[...] = jnp.where(is_other, exponents, 0.0).sum(axis=1)
+            self.wait()
+            return add(is_other, read(self.of_other.at[slot], 1), sums)
+
+        return lax.fori_loop(0, TILE, of_other, start)
+
+
+class Attention(Program):
+    """The outputs of queries, and their log-sum-exps."""
+
+    name = "causal_pass"
+
+    def in_units(self, own: Tile, others: Tile) -> None:
+        logits = products(own.vectors, self.own_rows)
         logits += along(read(self.units, 1), 1, logits.shape)
-        weights = jnp.exp2(logits - along(logits.max(axis=1), 0, logits.shape))
+        top = logits.max(axis=1)
+        weights = jnp.exp2(logits - along(top, 0, logits.shape))
         of_state = weights * along(read(self.weights, 1), 1, logits.shape)
         denominator = of_state.sum(axis=1)
         total = zeros(TILE, self.means.shape[-1])
@@ -317,73 +460,57 @@ class _Program:
             pairs = add_weighted(zeros(TILE, TILE), weights, features, self.interpret)
             pairs = jnp.where(self.is_visible(start, TILE), pairs, 0.0)
             denominator += pairs.sum(axis=1)
-            total = add_weighted(total, pairs, value.at[keys], self.interpret)
-        return total, denominator
+            total = add_weighted(total, pairs, others.vectors[1].at[keys], self.interpret)
+        self.write(own, (total, denominator, top), zeros(TILE))
 
-    def is_visible(self, start: int, size: int) -> jax.Array:
-        """Returns which of some keys of the chunk the queries see, ``[TILE, size]``."""
-        queries, keys = (_iota((TILE, size), axis) for axis in (0, 1))
-        return keys + start <= queries + self.group * TILE
-
-    def bad_keys(self, terms: Any) -> jax.Array:
-        """Returns NaN for the queries that see a key that is not finite, and 0 for others."""
-        terms = along(read(terms, 1), 1, (TILE, CHUNK))
-        is_bad = self.is_visible(0, CHUNK) & (terms != terms)
-        return jnp.where(is_bad, jnp.nan, 0.0).sum(axis=1)
-
-    def write(self, query: Any, total: jax.Array, denominator: jax.Array, bad: jax.Array) -> None:
-        """Writes outputs in the place of their queries."""
-        tile = read(query).astype(jnp.float32)
-        bad += jnp.where(jnp.abs(tile) <= LARGEST, 0.0, jnp.nan).sum(axis=1)
-        nothing = denominator == 0
-        inverse = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
-        out = total * along(inverse, 0, total.shape) + along(bad, 0, total.shape)
-        query[...] = out.astype(jnp.bfloat16)
-
-    def hide(self, value: Any, is_needed: jax.Array) -> None:
-        """Sets components of the values that are not finite to zero, because 0 * NaN is not 0."""
-
-        @pl.when(is_needed)
-        def _() -> None:
-            own = value.at[self.half]
-            x = read(own).astype(jnp.float32)
-            self.meet()  # Both warp groups have added the values to their states.
-            own[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
-            self.meet()
-
-    def meet(self) -> None:
-        """Waits for the other warp group."""
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.written)
-        plgpu.barrier_wait(self.written)
-
-    def by_pairs(self, query: Any, key: Any, value: Any, terms: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns the sums that queries read, and their denominators, at any exponents."""
-        logits = products([query], self.query_rows)
+    def by_pairs(self, own: Tile, others: Tile, is_finite: jax.Array) -> None:
+        key, value = others.vectors
+        self.hide(value, is_finite)
+        logits = products(own.vectors, self.own_rows)
         of_state = logits + along(read(self.exponents, 1), 1, logits.shape)
         sums = zeros(TILE, self.means.shape[-1]), zeros(TILE), zeros(TILE) + LEAST
         sums = flash.add(sums, of_state, self.means, self.interpret)
         logits += along(read(self.row_terms, 1), 1, logits.shape)
         square = (TILE, TILE)
+
+        def add(is_key: jax.Array, exponents: jax.Array, pairs: jax.Array) -> jax.Array:
+            of_rows = logits + along(exponents, 1, logits.shape)
+            top = jnp.maximum(of_rows.max(axis=1), LEAST)
+            total = jnp.exp2(of_rows - along(top, 0, logits.shape)).sum(axis=1)
+            return jnp.where(is_key, along(top + jnp.log(total) * LOG2E, 0, square), pairs)
+
         for start in range(0, CHUNK, TILE):
             keys = pl.ds(start, TILE)
-            exponents = self.exponents_of(key.at[keys], terms.at[keys])
-
-            def of_key(i: jax.Array, pairs: Any, exponents: Any = exponents) -> Any:
-                is_key = _iota(square, 1) == i
-                slot = slot_of(i, 2)
-                mine = self.of_key.at[slot, self.half]
-                mine[...] = jnp.where(is_key, exponents, 0.0).sum(axis=1)
-                self.meet()
-                of_rows = logits + along(read(self.of_key.at[slot], 1), 1, logits.shape)
-                peak = jnp.maximum(of_rows.max(axis=1), LEAST)
-                total = jnp.exp2(of_rows - along(peak, 0, logits.shape)).sum(axis=1)
-                return jnp.where(is_key, along(peak + jnp.log(total) * LOG2E, 0, square), pairs)
-
-            pairs = lax.fori_loop(0, TILE, of_key, zeros(*square))
+            exponents = self.exponents_of(key.at[keys], others.numbers[0].at[keys])
+            pairs = self.one_by_one(exponents, zeros(*square), add)
             pairs = jnp.where(self.is_visible(start, TILE), pairs, -jnp.inf)
             sums = flash.add(sums, pairs, value.at[keys], self.interpret)
-        return sums[0], sums[1]
+        terms = along(read(others.numbers[0], 1), 1, (TILE, CHUNK))
+        is_bad = self.is_visible(0, CHUNK) & (terms != terms)
+        self.write(own, sums, jnp.where(is_bad, jnp.nan, 0.0).sum(axis=1))
+
+    def hide(self, value: Any, is_finite: jax.Array) -> None:
+        """Sets components of the values that are not finite to zero, because 0 * NaN is not 0."""
+
+        @pl.when(jnp.logical_not(is_finite))
+        def _() -> None:
+            own = value.at[self.half]
+            x = read(own).astype(jnp.float32)
+            self.wait()  # Both warp groups have added the values to their states.
+            own[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
+            self.wait()
+
+    def write(self, own: Tile, sums: Any, bad: jax.Array) -> None:
+        """Writes outputs in the place of their queries, and their log-sum-exps."""
+        total, denominator, top = sums
+        tile = read(own.vectors[0]).astype(jnp.float32)
+        bad += jnp.where(jnp.abs(tile) <= LARGEST, 0.0, jnp.nan).sum(axis=1)
+        nothing = denominator == 0
+        inverse = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
+        out = total * along(inverse, 0, total.shape) + along(bad, 0, total.shape)
+        own.vectors[0][...] = out.astype(jnp.bfloat16)
+        lse = jnp.where(nothing, -jnp.inf, top + jnp.log(denominator) * LOG2E)
+        self.found.at[self.group][...] = lse + bad
 
 
 def _iota(shape: tuple[int, int], axis: int) -> jax.Array:

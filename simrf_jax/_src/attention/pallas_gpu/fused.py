@@ -171,7 +171,7 @@ def _attend_causally(interpret: Any, estimator: Estimator, call: Call) -> jax.Ar
     keys = Side(True, (operands.key, operands.value), (terms,), (-math.inf,))
     rows = (_split(x, causal.ROWS) for x in (operands.query_rows, operands.key_rows))
     row_terms = _row_terms(operands, causal.ROWS)
-    return causal.attend(operands.query, keys, *rows, row_terms, interpret)
+    return causal.attend(operands.query, keys, *rows, row_terms, interpret).out
 
 
 def _forward_causally(interpret: Any, estimator: Estimator, call: Call) -> tuple[jax.Array, Any]:
