@@ -139,7 +139,8 @@ class Walk:
           Vectors ``[B, length, N, dim]``, and numbers ``[B, N, padded length]``.
         """
         own, others, rows, stages = self.own, self.others, self.rows, self.stages
-        batch, length, num_heads, _ = self._shape
+        batch, length = others.vectors[0].shape[:2]
+        num_heads = max(x.shape[2] for x in (own.vectors[0], others.vectors[0]))
         dim = others.vectors[1].shape[-1]
         num = ceil_div(length, CHUNK * self.parts)  # Chunks of a program.
         tokens = Side(
@@ -247,11 +248,6 @@ class Walk:
         arrays = [*tokens.arrays(self.parts * num * CHUNK), *rows.arrays(0), *before]
         grid = (batch, num_heads, self.parts, 1)
         return launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
-
-    @property
-    def _shape(self) -> tuple[int, ...]:
-        """Shape of the queries."""
-        return max(x.shape for x in (self.own.vectors[0], self.others.vectors[0]))
 
     def _split(self, tile: Tile, half: Any) -> tuple[Tile, Tile]:
         """Returns the own half of a chunk of own tokens, and the chunk of the others."""

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call, repeat_heads
-from simrf_jax._src.attention.pallas_gpu import causal, flash, gradient
+from simrf_jax._src.attention.pallas_gpu import causal, causal_gradient, flash, gradient
 from simrf_jax._src.attention.pallas_gpu.gradient import side_of
 from simrf_jax._src.attention.pallas_gpu.kernels import Side
 from simrf_jax._src.attention.pallas_gpu.tiles import TILE
@@ -163,29 +163,58 @@ def _passes(interpret: Any, operands: Operands) -> tuple[flash.Read, flash.Read]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_causally(interpret: Any, estimator: Estimator, call: Call) -> jax.Array:
-    """Returns ``[B, T, N, D]``; its gradient is that of the XLA implementation."""
-    operands = lay_out(call, estimator)
+    """Returns ``[B, T, N, D]``."""
+    return causal.attend(*_causal_operands(lay_out(call, estimator)), interpret).out
+
+
+def _causal_operands(operands: Operands) -> tuple[Any, ...]:
+    """Returns the arguments of ``causal.attend``."""
     is_finite = jnp.all(jnp.isfinite(operands.value), axis=-1)
     marks = jnp.swapaxes(jnp.where(is_finite, jnp.float32(0), jnp.nan), 1, 2)
     terms = jnp.where(operands.key_terms == -jnp.inf, -jnp.inf, operands.key_terms + marks)
     keys = Side(True, (operands.key, operands.value), (terms,), (-math.inf,))
     rows = (_split(x, causal.ROWS) for x in (operands.query_rows, operands.key_rows))
-    row_terms = _row_terms(operands, causal.ROWS)
-    return causal.attend(operands.query, keys, *rows, row_terms, interpret).out
+    return operands.query, keys, *rows, _row_terms(operands, causal.ROWS)
 
 
-def _forward_causally(interpret: Any, estimator: Estimator, call: Call) -> tuple[jax.Array, Any]:
-    attend = functools.partial(_attend_causally, interpret)
-    return without_gradient(attend, estimator, call), (estimator, call)
+def _forward_causally(interpret: Any, estimator: Any, call: Any) -> tuple[jax.Array, Any]:
+    is_learned = any(x.perturbed for x in jax.tree.leaves(estimator))
+    estimator, call = jax.tree.map(lambda x: x.value, (estimator, call))
+
+    def attend(estimator: Estimator, call: Call) -> causal.Read:
+        return causal.attend(*_causal_operands(lay_out(call, estimator)), interpret)
+
+    found = without_gradient(attend, estimator, call)
+    return found.out, (estimator, call, None if is_learned else found)
 
 
 def _backward_causally(interpret: Any, kept: Any, of_out: jax.Array) -> Any:
-    _, pull_back = jax.vjp(xla.attend, *kept)
-    out = kept[1].query.shape[:-1]
-    return pull_back(of_out[:, : out[-2]].reshape(*out, of_out.shape[-1]))
+    estimator, call, found = kept
+    if found is None:  # No kernel has gradients of the rows.
+        _, pull_back = jax.vjp(xla.attend, estimator, call)
+        shape = call.query.shape[:-1]
+        return pull_back(of_out[:, : shape[-2]].reshape(*shape, of_out.shape[-1]))
+    operands, pull_back = jax.vjp(lambda *x: lay_out(x[1], x[0]), estimator, call)
+
+    def gradients(operands: Operands, found: causal.Read, of_out: jax.Array) -> Any:
+        arguments = _causal_operands(operands)
+        return causal_gradient.gradients(*arguments, found, of_out, interpret)
+
+    of_tokens = without_gradient(gradients, operands, found, of_out)
+    of_terms = of_tokens.terms[..., : operands.key.shape[1]]
+    no_rows = (jnp.zeros_like(x) for x in (operands.query_rows, operands.key_rows))
+    of_operands = Operands(
+        of_tokens.query,
+        of_tokens.key.astype(operands.key.dtype),
+        of_tokens.value.astype(operands.value.dtype),
+        *no_rows,
+        of_terms,
+        jnp.zeros_like(operands.row_terms),
+    )
+    return pull_back(of_operands)
 
 
-_attend_causally.defvjp(_forward_causally, _backward_causally)
+_attend_causally.defvjp(_forward_causally, _backward_causally, symbolic_zeros=True)
 
 
 def _split(rows: jax.Array, multiple: int = TILE) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,203 @@
+r"""The gradient of causal random-feature attention in Mosaic GPU kernels.
+
+A query t gives a key s the weight ``p = sum_r exp2(x_tr + y_sr)``, where x are the exponents of the
+query, less the log-sum-exp of its logits, and y those of the key. With the gradient ``u_t`` of its
+output and ``c_t = u_t . out_t``, the sums over what a token sees,
+
+- ``sum_s exp2(x_tr + y_sr) (u_t . v_s - c_t)`` and the same over t, are the gradients of x and y,
+- ``sum_t p u_t`` is that of the value.
+
+So both go through the chunks as ``causal.Attention`` does: queries forward, with the means that the
+rows have read of the values, and keys backward, with the means of the gradients u and of c.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from simrf_jax._src.attention.pallas_gpu.causal import CHUNK, LIMIT, Program, Read, Walk
+from simrf_jax._src.attention.pallas_gpu.gradient import LN2
+from simrf_jax._src.attention.pallas_gpu.kernels import Side, Tile
+from simrf_jax._src.attention.pallas_gpu.tiles import (
+    TILE,
+    add_weighted,
+    along,
+    products,
+    read,
+    zeros,
+)
+
+
+class Gradients(NamedTuple):
+    """Gradients of tokens, in their layouts, and of the terms of the keys, ``[B, K, padded S]``."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    terms: jax.Array
+
+
+def gradients(
+    query: jax.Array,
+    keys: Side,
+    query_rows: tuple[jax.Array, ...],
+    key_rows: tuple[jax.Array, ...],
+    row_terms: jax.Array,
+    found: Read,
+    of_out: jax.Array,
+    interpret: Any,
+) -> Gradients:
+    """Returns the gradients of all but the rows.
+
+    Args:
+      query: As in ``causal.attend``.
+      keys: As there.
+      query_rows: As there.
+      key_rows: As there.
+      row_terms: As there.
+      found: What it returned.
+      of_out: Gradient of its outputs.
+      interpret: As there.
+    """
+    length = query.shape[1]
+    is_good = jnp.isfinite(found.lse)
+    offset = jnp.where(is_good, -found.lse, -jnp.inf)
+    is_good = jnp.swapaxes(is_good[..., :length], 1, 2)[..., None]
+    means = jnp.where(is_good, of_out.astype(jnp.float32) * found.out, 0)
+    means = jnp.swapaxes(jnp.sum(means, axis=-1), 1, 2)
+    of_out = jnp.where(is_good, of_out, 0)  # 0 * NaN is not 0.
+    (terms,) = keys.numbers
+    terms = jnp.where(jnp.isnan(terms), -jnp.inf, terms)
+    keys = keys._replace(numbers=(terms,))
+    queries = Side(True, (query, of_out), (offset, means), (-jnp.inf, 0.0))
+    rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
+    of_query, _ = Walk(queries, keys, rows, stages=1).run(OfQueries, (), interpret)
+    rows = rows._replace(vectors=(*key_rows, *query_rows))
+    walk = Walk(keys, queries, rows, stages=1, is_reversed=True)
+    of_key, of_value, of_terms = walk.run(OfKeys, (), interpret)
+    num_key_heads = keys.vectors[0].shape[2]
+
+    def summed(x: jax.Array, axis: int) -> jax.Array:
+        """Sums over the query heads that share a key head."""
+        shape = (*x.shape[:axis], num_key_heads, -1, *x.shape[axis + 1 :])
+        return jnp.sum(x.reshape(shape), axis=axis + 1, dtype=jnp.float32)
+
+    return Gradients(of_query, summed(of_key, 2), summed(of_value, 2), summed(of_terms, 1) * LN2)
+
+
+class _Gradient(Program):
+    """The sums of exponents that queries and keys have in common."""
+
+    def exponents_of_own(self, own: Tile) -> jax.Array:
+        """Returns the exponents of the features of the own tokens, ``[TILE, rows]``."""
+        logits = products(own.vectors[:1], self.own_rows)
+        terms = along(read(own.numbers[0], 0), 0, logits.shape)
+        return jnp.where(terms > -jnp.inf, logits + terms, -jnp.inf)
+
+    def of_weights(self, own: Tile, others: Tile, start: int) -> jax.Array:
+        """Returns the gradients of the weights of others from ``start`` on, ``[TILE, TILE]``."""
+        others = Tile(*([x.at[pl.ds(start, TILE)] for x in refs] for refs in others))
+        found = products(own.vectors[1:], others.vectors[1:])
+        found -= self.offset(own, others, found.shape)
+        return jnp.where(self.is_visible(start, TILE), found, 0.0)
+
+    def of_state(self, own: Tile) -> jax.Array:
+        """Returns the gradients of the weights of the state, ``[TILE, rows]``."""
+        found = products(own.vectors[1:], [self.means])
+        return found - self.offset(own, Tile([], [None, self.offsets]), found.shape)
+
+    def offset(self, own: Tile, others: Tile, shape: tuple[int, ...]) -> jax.Array:
+        """Returns what the gradients of weights have less than products."""
+        if self.walk.is_reversed:
+            return along(read(others.numbers[1], 1), 1, shape)
+        return along(read(own.numbers[1], 0), 0, shape)
+
+    def in_units(self, own: Tile, others: Tile) -> None:
+        of_exponents = self.of_state(own)
+        of_state = along(read(self.weights, 1), 1, of_exponents.shape)
+        of_exponents *= of_state
+        for start in range(0, CHUNK, TILE):
+            of_weights = self.of_weights(own, others, start)
+            features = self.features.at[:, pl.ds(start, TILE)].transpose((1, 0))
+            of_exponents = add_weighted(of_exponents, of_weights, features, self.interpret)
+        exponents = self.exponents_of_own(own)
+        exponents += along(read(self.units, 1), 1, exponents.shape)
+        # Larger ones are of tokens that see nothing.
+        weights = jnp.exp2(jnp.minimum(exponents, LIMIT))
+        of_exponents = jnp.where(weights > 0, weights * of_exponents, 0.0)
+        of_value = None
+        if self.num_vectors > 1:
+            of_value = zeros(TILE, self.means.shape[-1])
+            of_value = add_weighted(of_value, weights * of_state, self.means, self.interpret)
+            weights = weights.astype(jnp.bfloat16)
+            for start in range(0, CHUNK, TILE):
+                others_of_step = pl.ds(start, TILE)
+                features = self.features.at[:, others_of_step]
+                pairs = add_weighted(zeros(TILE, TILE), weights, features, self.interpret)
+                of_value = self.add_visible(of_value, pairs, others, start)
+        self.write(own, of_exponents, of_value)
+
+    def by_pairs(self, own: Tile, others: Tile, is_finite: jax.Array) -> None:
+        del is_finite  # What is not, has no weight.
+        exponents = self.exponents_of_own(own)
+        weights = exponents + along(read(self.exponents, 1), 1, exponents.shape)
+        weights = jnp.exp2(jnp.minimum(weights, LIMIT))
+        of_value = None
+        if self.num_vectors > 1:
+            of_value = zeros(TILE, self.means.shape[-1])
+            of_value = add_weighted(of_value, weights, self.means, self.interpret)
+        of_exponents = jnp.where(weights > 0, weights * self.of_state(own), 0.0)
+        exponents += along(read(self.row_terms, 1), 1, exponents.shape)
+        for start in range(0, CHUNK, TILE):
+            of_weights = self.of_weights(own, others, start)
+
+            def add(is_other: jax.Array, of_other: jax.Array, sums: Any, found: Any = of_weights):
+                of_exponents, pairs = sums
+                weights = exponents + along(of_other, 1, exponents.shape)
+                weights = jnp.exp2(jnp.minimum(weights, 0.0))
+                of_weight = jnp.where(is_other, found, 0.0).sum(axis=1)
+                of_weight = along(of_weight, 0, weights.shape)
+                of_exponents += jnp.where(weights > 0, weights * of_weight, 0.0)
+                if pairs is not None:
+                    pairs = jnp.where(is_other, along(weights.sum(axis=1), 0, pairs.shape), pairs)
+                return of_exponents, pairs
+
+            chunk = pl.ds(start, TILE)
+            of_others = self.exponents_of(others.vectors[0].at[chunk], others.numbers[0].at[chunk])
+            pairs = None if of_value is None else zeros(TILE, TILE)
+            of_exponents, pairs = self.one_by_one(of_others, (of_exponents, pairs), add)
+            if pairs is not None:
+                of_value = self.add_visible(of_value, pairs, others, start)
+        self.write(own, of_exponents, of_value)
+
+    def add_visible(self, total: Any, pairs: jax.Array, others: Tile, start: int) -> jax.Array:
+        """Adds the sums of the others' vectors with the weights of pairs."""
+        pairs = jnp.where(self.is_visible(start, TILE), pairs, 0.0)
+        return add_weighted(total, pairs, others.vectors[1].at[pl.ds(start, TILE)], self.interpret)
+
+    def write(self, own: Tile, of_exponents: jax.Array, of_value: jax.Array | None) -> None:
+        """Writes the gradients in the place of the tokens."""
+        # The first part of W is as exact as the weights.
+        of_vectors = zeros(TILE, own.vectors[0].shape[-1])
+        of_vectors = add_weighted(of_vectors, of_exponents, self.own_rows[0], self.interpret)
+        own.vectors[0][...] = (of_vectors * LN2).astype(jnp.bfloat16)
+        if of_value is not None:
+            own.vectors[1][...] = of_value.astype(jnp.bfloat16)
+        self.found.at[self.group][...] = of_exponents.sum(axis=1)
+
+
+class OfQueries(_Gradient):
+    """The gradients of queries."""
+
+    name = "causal_queries_pass"
+
+
+class OfKeys(_Gradient):
+    """The gradients of keys, of values and of the terms of keys."""
+
+    name = "causal_keys_pass"
+    num_vectors = 2
