@@ -255,8 +255,7 @@ def hopper(monkeypatch):
 
 
 REFUSED = {
-    "causal": ({"is_causal": True}, "got is_causal=True"),
-    "packed": ({"segment_ids": np.zeros(9, int)}, "got segment_ids"),
+    "packed": ({"segment_ids": np.zeros(9, int)}, "they have no segment_ids"),
     "band": ({"exact_bandwidth": 2}, "they have no exact_bandwidth"),
     "exact keys": ({"exact_keys": 2}, "they have no exact_keys"),
     "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
