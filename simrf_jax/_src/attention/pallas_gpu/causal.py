@@ -69,27 +69,36 @@ class Read(NamedTuple):
     lse: jax.Array
 
 
-def attend(
-    query: jax.Array,
-    keys: Side,
-    query_rows: tuple[jax.Array, ...],
-    key_rows: tuple[jax.Array, ...],
-    row_terms: jax.Array,
-    interpret: Any,
-) -> Read:
-    """Lets each query attend to the keys up to its own.
+class Operands(NamedTuple):
+    """The arrays of a call.
 
-    A key or a value that is not finite, which a term of NaN marks, turns the outputs from its own
-    query on into NaN, and a query that is not, its own output.
-
-    Args:
+    Attributes:
       query: ``[B, T, N, H]``.
-      keys: As many keys, their values and their terms; minus infinity hides one.
+      keys: As many keys, their values and their terms; minus infinity hides one, and NaN marks one
+        that is not finite, or has a value that is not.
       query_rows: W of queries, to base 2, as parts ``[1, 1 or K, ROWS, H]``.
       key_rows: W of keys.
       row_terms: Logarithms of what multiplies the features of a row, ``[1, 1 or K, ROWS]``.
+    """
+
+    query: jax.Array
+    keys: Side
+    query_rows: tuple[jax.Array, ...]
+    key_rows: tuple[jax.Array, ...]
+    row_terms: jax.Array
+
+
+def attend(operands: Operands, interpret: Any) -> Read:
+    """Lets each query attend to the keys up to its own.
+
+    A key or a value that is not finite turns the outputs from its own query on into NaN, and a
+    query that is not, its own output.
+
+    Args:
+      operands: The arrays.
       interpret: Parameters of the interpreter, or None to compile.
     """
+    query, keys, query_rows, key_rows, row_terms = operands
     batch, length, num_heads, _ = query.shape
     chunks = ceil_div(length, CHUNK)
     parts = max(1, min(SMS // (batch * num_heads), chunks // LEAST_CHUNKS))
@@ -338,7 +347,7 @@ class Program(abc.ABC):
     def meet(self, state: Any, own: Tile, others: Tile) -> Any:
         """Writes the results of the own tokens, and returns the state after the others."""
         total, denominator, top, offset = state
-        exponents = self.exponents_of(*others.vectors[:1], others.numbers[0])
+        exponents = self.exponents_of(others.vectors[0], others.numbers[0])
         square = exponents.shape
         unit = jnp.maximum(top, exponents.max(axis=1))
         # What is below LIMIT may be lost.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from simrf_jax._src.attention.pallas_gpu.causal import CHUNK, LIMIT, Program, Read, Walk
+from simrf_jax._src.attention.pallas_gpu.causal import CHUNK, LIMIT, Operands, Program, Read, Walk
 from simrf_jax._src.attention.pallas_gpu.gradient import LN2
 from simrf_jax._src.attention.pallas_gpu.kernels import Side, Tile
 from simrf_jax._src.attention.pallas_gpu.tiles import (
@@ -41,28 +41,16 @@ class Gradients(NamedTuple):
     terms: jax.Array
 
 
-def gradients(
-    query: jax.Array,
-    keys: Side,
-    query_rows: tuple[jax.Array, ...],
-    key_rows: tuple[jax.Array, ...],
-    row_terms: jax.Array,
-    found: Read,
-    of_out: jax.Array,
-    interpret: Any,
-) -> Gradients:
+def gradients(operands: Operands, found: Read, of_out: jax.Array, interpret: Any) -> Gradients:
     """Returns the gradients of all but the rows.
 
     Args:
-      query: As in ``causal.attend``.
-      keys: As there.
-      query_rows: As there.
-      key_rows: As there.
-      row_terms: As there.
-      found: What it returned.
+      operands: The arrays.
+      found: What ``causal.attend`` returned.
       of_out: Gradient of its outputs.
-      interpret: As there.
+      interpret: Parameters of the interpreter, or None to compile.
     """
+    query, keys, query_rows, key_rows, row_terms = operands
     length = query.shape[1]
     is_good = jnp.isfinite(found.lse)
     offset = jnp.where(is_good, -found.lse, -jnp.inf)
@@ -155,7 +143,9 @@ class _Gradient(Program):
         for start in range(0, CHUNK, TILE):
             of_weights = self.of_weights(own, others, start)
 
-            def add(is_other: jax.Array, of_other: jax.Array, sums: Any, found: Any = of_weights):
+            def add(
+                is_other: jax.Array, of_other: jax.Array, sums: Any, found: Any = of_weights
+            ) -> Any:
                 of_exponents, pairs = sums
                 weights = exponents + along(of_other, 1, exponents.shape)
                 weights = jnp.exp2(jnp.minimum(weights, 0.0))

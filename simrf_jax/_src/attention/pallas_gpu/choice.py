@@ -82,6 +82,9 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
     if not {*widths} <= {*WIDTHS}:
         wanted = " or ".join(map(str, WIDTHS))
         return f"heads of queries and values must be {wanted} wide, got {widths[0]} and {widths[1]}"
+    lengths = (call.query.shape[-3], call.key.shape[-3])
+    if call.is_causal and lengths[0] != lengths[1]:
+        return f"causal attention has as many keys as queries, got {lengths[1]} and {lengths[0]}"
     num_rows = form.rows.shape[-2] * (2 if form.is_paired else 1)
     if call.is_causal and ({*widths} != {CAUSAL_WIDTH} or num_rows > CAUSAL_ROWS):
         return (

@@ -82,11 +82,14 @@ class _Attention(Reduction):
     own: Side
     other: Side
     interpret: Any
-    num_numbers: int = 1
 
     @property
     def dims(self) -> tuple[int, ...]:
         return (self.other.vectors[-1].shape[-1],)
+
+    @property
+    def num_numbers(self) -> int:
+        return 1
 
     @property
     def width(self) -> int:

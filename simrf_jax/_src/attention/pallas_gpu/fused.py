@@ -164,17 +164,20 @@ def _passes(interpret: Any, operands: Operands) -> tuple[flash.Read, flash.Read]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_causally(interpret: Any, estimator: Estimator, call: Call) -> jax.Array:
     """Returns ``[B, T, N, D]``."""
-    return causal.attend(*_causal_operands(lay_out(call, estimator)), interpret).out
+    return causal.attend(_causal_operands(lay_out(call, estimator)), interpret).out
 
 
-def _causal_operands(operands: Operands) -> tuple[Any, ...]:
-    """Returns the arguments of ``causal.attend``."""
+def _causal_operands(operands: Operands) -> causal.Operands:
+    """Returns the operands of causal attention."""
     is_finite = jnp.all(jnp.isfinite(operands.value), axis=-1)
     marks = jnp.swapaxes(jnp.where(is_finite, jnp.float32(0), jnp.nan), 1, 2)
     terms = jnp.where(operands.key_terms == -jnp.inf, -jnp.inf, operands.key_terms + marks)
     keys = Side(True, (operands.key, operands.value), (terms,), (-math.inf,))
-    rows = (_split(x, causal.ROWS) for x in (operands.query_rows, operands.key_rows))
-    return operands.query, keys, *rows, _row_terms(operands, causal.ROWS)
+    query_rows, key_rows = (
+        _split(x, causal.ROWS) for x in (operands.query_rows, operands.key_rows)
+    )
+    row_terms = _row_terms(operands, causal.ROWS)
+    return causal.Operands(operands.query, keys, query_rows, key_rows, row_terms)
 
 
 def _forward_causally(interpret: Any, estimator: Any, call: Any) -> tuple[jax.Array, Any]:
@@ -182,7 +185,7 @@ def _forward_causally(interpret: Any, estimator: Any, call: Any) -> tuple[jax.Ar
     estimator, call = jax.tree.map(lambda x: x.value, (estimator, call))
 
     def attend(estimator: Estimator, call: Call) -> causal.Read:
-        return causal.attend(*_causal_operands(lay_out(call, estimator)), interpret)
+        return causal.attend(_causal_operands(lay_out(call, estimator)), interpret)
 
     found = without_gradient(attend, estimator, call)
     return found.out, (estimator, call, None if is_learned else found)
@@ -197,19 +200,17 @@ def _backward_causally(interpret: Any, kept: Any, of_out: jax.Array) -> Any:
     operands, pull_back = jax.vjp(lambda *x: lay_out(x[1], x[0]), estimator, call)
 
     def gradients(operands: Operands, found: causal.Read, of_out: jax.Array) -> Any:
-        arguments = _causal_operands(operands)
-        return causal_gradient.gradients(*arguments, found, of_out, interpret)
+        arrays = _causal_operands(operands)
+        return causal_gradient.gradients(arrays, found, of_out, interpret)
 
     of_tokens = without_gradient(gradients, operands, found, of_out)
     of_terms = of_tokens.terms[..., : operands.key.shape[1]]
-    no_rows = (jnp.zeros_like(x) for x in (operands.query_rows, operands.key_rows))
-    of_operands = Operands(
-        of_tokens.query,
-        of_tokens.key.astype(operands.key.dtype),
-        of_tokens.value.astype(operands.value.dtype),
-        *no_rows,
-        of_terms,
-        jnp.zeros_like(operands.row_terms),
+    of_operands = jax.tree.map(jnp.zeros_like, operands)
+    of_operands = of_operands._replace(
+        query=of_tokens.query,
+        key=of_tokens.key.astype(operands.key.dtype),
+        value=of_tokens.value.astype(operands.value.dtype),
+        key_terms=of_terms,
     )
     return pull_back(of_operands)
 

@@ -82,12 +82,15 @@ class _Gradient(Reduction):
     interpret: Any
     others: bool
     terms: bool
-    width: int = 64
 
     @property
     def dims(self) -> tuple[int, ...]:
         *_, vectors, others = (x.shape[-1] for x in self.own.vectors)
         return (vectors, others) if self.others else (vectors,)
+
+    @property
+    def width(self) -> int:
+        return 64
 
     @property
     def num_numbers(self) -> int:

@@ -100,17 +100,26 @@ class Reduction(abc.ABC):
       name: What the kernel is called in a profile.
       own: The side for which there are results.
       other: The other side.
-      dims: Sizes of the vectors that result.
-      num_numbers: How many numbers result for each vector of the side.
-      width: Vectors of the other side in a tile, where it is streamed.
     """
 
     name: ClassVar[str]
     own: Side
     other: Side
-    dims: tuple[int, ...]
-    num_numbers: int
-    width: int
+
+    @property
+    @abc.abstractmethod
+    def dims(self) -> tuple[int, ...]:
+        """Sizes of the vectors that result."""
+
+    @property
+    @abc.abstractmethod
+    def num_numbers(self) -> int:
+        """How many numbers result for each vector of the side."""
+
+    @property
+    @abc.abstractmethod
+    def width(self) -> int:
+        """Vectors of the other side in a tile, where it is streamed."""
 
     @abc.abstractmethod
     def start(self) -> Any:
