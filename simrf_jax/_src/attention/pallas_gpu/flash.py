@@ -66,7 +66,8 @@ def attend_in_parts(rows: Side, keys: Side, num_heads: int, parts: int, interpre
       interpret: Parameters of the interpreter, or None to compile.
 
     Returns:
-      What they read, the parts along the first axis, the outputs in float32 if there are several.
+      Outputs and log-sum-exps, the parts along the first axis; the outputs of several parts are in
+      float32.
     """
     batch = keys.numbers[0].shape[0]
     attention = _Attention(rows, keys, interpret)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call, repeat_heads
-from simrf_jax._src.attention.pallas_gpu import causal, causal_gradient, flash, gradient
+from simrf_jax._src.attention.pallas_gpu import chunks, chunks_gradient, flash, gradient
 from simrf_jax._src.attention.pallas_gpu.gradient import side_of
 from simrf_jax._src.attention.pallas_gpu.kernels import Side
 from simrf_jax._src.attention.pallas_gpu.tiles import TILE
@@ -164,28 +164,28 @@ def _passes(interpret: Any, operands: Operands) -> tuple[flash.Read, flash.Read]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_causally(interpret: Any, estimator: Estimator, call: Call) -> jax.Array:
     """Returns ``[B, T, N, D]``."""
-    return causal.attend(_causal_operands(lay_out(call, estimator)), interpret).out
+    return chunks.attend(_causal_operands(lay_out(call, estimator)), interpret).out
 
 
-def _causal_operands(operands: Operands) -> causal.Operands:
+def _causal_operands(operands: Operands) -> chunks.Operands:
     """Returns the operands of causal attention."""
     is_finite = jnp.all(jnp.isfinite(operands.value), axis=-1)
     marks = jnp.swapaxes(jnp.where(is_finite, jnp.float32(0), jnp.nan), 1, 2)
     terms = jnp.where(operands.key_terms == -jnp.inf, -jnp.inf, operands.key_terms + marks)
     keys = Side(True, (operands.key, operands.value), (terms,), (-math.inf,))
     query_rows, key_rows = (
-        _split(x, causal.ROWS) for x in (operands.query_rows, operands.key_rows)
+        _split(x, chunks.ROWS) for x in (operands.query_rows, operands.key_rows)
     )
-    row_terms = _row_terms(operands, causal.ROWS)
-    return causal.Operands(operands.query, keys, query_rows, key_rows, row_terms)
+    row_terms = _row_terms(operands, chunks.ROWS)
+    return chunks.Operands(operands.query, keys, query_rows, key_rows, row_terms)
 
 
 def _forward_causally(interpret: Any, estimator: Any, call: Any) -> tuple[jax.Array, Any]:
     is_learned = any(x.perturbed for x in jax.tree.leaves(estimator))
     estimator, call = jax.tree.map(lambda x: x.value, (estimator, call))
 
-    def attend(estimator: Estimator, call: Call) -> causal.Read:
-        return causal.attend(_causal_operands(lay_out(call, estimator)), interpret)
+    def attend(estimator: Estimator, call: Call) -> chunks.Read:
+        return chunks.attend(_causal_operands(lay_out(call, estimator)), interpret)
 
     found = without_gradient(attend, estimator, call)
     return found.out, (estimator, call, None if is_learned else found)
@@ -199,9 +199,9 @@ def _backward_causally(interpret: Any, kept: Any, of_out: jax.Array) -> Any:
         return pull_back(of_out[:, : shape[-2]].reshape(*shape, of_out.shape[-1]))
     operands, pull_back = jax.vjp(lambda *x: lay_out(x[1], x[0]), estimator, call)
 
-    def gradients(operands: Operands, found: causal.Read, of_out: jax.Array) -> Any:
+    def gradients(operands: Operands, found: chunks.Read, of_out: jax.Array) -> Any:
         arrays = _causal_operands(operands)
-        return causal_gradient.gradients(arrays, found, of_out, interpret)
+        return chunks_gradient.gradients(arrays, found, of_out, interpret)
 
     of_tokens = without_gradient(gradients, operands, found, of_out)
     of_terms = of_tokens.terms[..., : operands.key.shape[1]]

@@ -4,7 +4,7 @@ A side is the tokens or the rows of a head. A program has two warp groups that c
 tile of its own side, and one that loads. In one kernel the own tiles stay in shared memory, and the
 other side is streamed. In the other one the other side stays, the rows of a head, and the own side
 is streamed, its tokens: with only one tile of tokens for so few rows, a program would spend most of
-its time on its beginning and its end. What is computed is a ``Reduction``.
+its time on its beginning and its end. A ``Reduction`` says what is computed.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class Tile(NamedTuple):
 
 
 class Reduction(abc.ABC):
-    """What is computed for each vector of one side from all vectors of the other.
+    """Sums for each vector of one side over all vectors of the other.
 
     Attributes:
-      name: What the kernel is called in a profile.
+      name: Name of the kernel in a profile.
       own: The side for which there are results.
       other: The other side.
     """
@@ -114,7 +114,7 @@ class Reduction(abc.ABC):
     @property
     @abc.abstractmethod
     def num_numbers(self) -> int:
-        """How many numbers result for each vector of the side."""
+        """Number of the numbers that result for each vector of the side."""
 
     @property
     @abc.abstractmethod
@@ -138,7 +138,7 @@ class Store(NamedTuple):
     """Shared memory from which the results of a program's tiles are copied to their arrays.
 
     Attributes:
-      reduction: What results.
+      reduction: The reduction.
       dtype: Type of the vectors.
       is_shared: True if vectors of one size leave one after the other, by the same memory.
     """
@@ -181,15 +181,28 @@ class Store(NamedTuple):
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile, place.of(ref, start, TILE))
 
-    def shapes(self, batch: int, num_heads: int) -> list[jax.ShapeDtypeStruct]:
-        """Returns the shapes of the arrays."""
+    def shapes(self, batch: int, num_heads: int, covered: int) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays.
+
+        Args:
+          batch: Number of sequences.
+          num_heads: Number of heads.
+          covered: Vectors in the tiles of all programs. A copy leaves out the vectors after the
+            last one of a head, but writes numbers after it to the next head.
+        """
         own = self.reduction.own
         padded = ceil_div(own.length, TILE) * TILE
         shape = (own.length, num_heads) if own.are_tokens else (num_heads, padded)
         dims = self.reduction.dims
         vectors = [jax.ShapeDtypeStruct((batch, *shape, dim), self.dtype) for dim in dims]
-        number = jax.ShapeDtypeStruct((batch, num_heads, padded), jnp.float32)
+        number = jax.ShapeDtypeStruct((batch, num_heads, covered), jnp.float32)
         return vectors + [number] * self.reduction.num_numbers
+
+    def cut(self, found: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Returns the results, whose numbers have the padded length."""
+        padded = ceil_div(self.reduction.own.length, TILE) * TILE
+        num = len(self.reduction.dims)
+        return (*found[:num], *(x[..., :padded] for x in found[num:]))
 
 
 def reduce(
@@ -309,17 +322,10 @@ def _stream_other(
             store.store(results, [x.at[group] for x in out_tiles], out_refs, to, start)
             plgpu.wait_smem_to_gmem(0)
 
-    outputs = store.shapes(parts * batch, num_heads)
+    outputs = store.shapes(parts * batch, num_heads, tiles * WARP_GROUPS * TILE)
     arrays = [*own.arrays(ceil_div(own.length, TILE) * TILE), *other.arrays(num * width * parts)]
-    found = launch(
-        reduction.name,
-        kernel,
-        arrays,
-        outputs,
-        scratch,
-        (batch, num_heads, parts, tiles),
-        interpret,
-    )
+    grid = (batch, num_heads, parts, tiles)
+    found = store.cut(launch(reduction.name, kernel, arrays, outputs, scratch, grid, interpret))
     if own.are_tokens:
         return found
     return tuple(x.reshape(parts, batch, *x.shape[1:]) for x in found)
@@ -413,11 +419,10 @@ def _stream_own(
 
             plgpu.wait_smem_to_gmem(0)
 
-    outputs = store.shapes(batch, num_heads)
+    outputs = store.shapes(batch, num_heads, parts * num * WARP_GROUPS * TILE)
     arrays = [*own.arrays(ceil_div(own.length, TILE) * TILE), *other.arrays(other.length)]
-    return launch(
-        reduction.name, kernel, arrays, outputs, scratch, (batch, num_heads, parts, 1), interpret
-    )
+    grid = (batch, num_heads, parts, 1)
+    return store.cut(launch(reduction.name, kernel, arrays, outputs, scratch, grid, interpret))
 
 
 def _parts(programs: int, steps: int) -> int:
@@ -455,7 +460,7 @@ def launch(
     """Runs a kernel.
 
     Args:
-      name: What it is called in a profile.
+      name: Name in a profile.
       kernel: Function of references to the arrays and the outputs and, by name, to the scratch.
       arrays: Arrays to read.
       outputs: Shapes of the outputs.

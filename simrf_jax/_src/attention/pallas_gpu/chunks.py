@@ -74,8 +74,8 @@ class Operands(NamedTuple):
 
     Attributes:
       query: ``[B, T, N, H]``.
-      keys: As many keys, their values and their terms; minus infinity hides one, and NaN marks one
-        that is not finite, or has a value that is not.
+      keys: The same number of keys, their values and their terms; minus infinity hides a key, and
+        NaN marks one that is not finite or has a value that is not.
       query_rows: W of queries, to base 2, as parts ``[1, 1 or K, ROWS, H]``.
       key_rows: W of keys.
       row_terms: Logarithms of what multiplies the features of a row, ``[1, 1 or K, ROWS]``.
@@ -119,7 +119,7 @@ class Walk:
     Attributes:
       own: Tokens for which there are results, which take their place in memory: vectors in the
         place of the first vectors, and one number.
-      others: As many tokens that they see, and their values.
+      others: The same number of tokens that they see, and their values.
       rows: Rows of W of the own tokens and of the others, two parts each, and their terms.
       stages: Chunks that are loaded at once.
       parts: Number of programs that share the chunks of a head.
@@ -139,8 +139,8 @@ class Walk:
         """Runs the kernel.
 
         Args:
-          program: What a warp group does with a chunk.
-          before: What the rows read before the first chunk of each part: means of the values
+          program: Work of a warp group on a chunk.
+          before: State of the rows before the first chunk of each part: means of the values
             ``[parts * B, heads, ROWS, D]``, and log-sum-exps; nothing for one part.
           interpret: Parameters of the interpreter, or None to compile.
 
@@ -248,12 +248,13 @@ class Walk:
                 plgpu.barrier_wait(memory["have_read"])
                 plgpu.wait_smem_to_gmem(0)
 
-        padded = ceil_div(length, CHUNK) * CHUNK
+        # A copy would write the numbers of chunks after the last one to the next head.
+        covered = self.parts * num * CHUNK
         outputs = [
             jax.ShapeDtypeStruct((batch, length, num_heads, x.shape[-1]), jnp.bfloat16)
             for x in own.vectors[: program.num_vectors]
         ]
-        outputs.append(jax.ShapeDtypeStruct((batch, num_heads, padded), jnp.float32))
+        outputs.append(jax.ShapeDtypeStruct((batch, num_heads, covered), jnp.float32))
         arrays = [*tokens.arrays(self.parts * num * CHUNK), *rows.arrays(0), *before]
         grid = (batch, num_heads, self.parts, 1)
         return launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
@@ -285,10 +286,10 @@ def _before(found: flash.Read) -> list[jax.Array]:
 
 
 class Program(abc.ABC):
-    """What a warp group does with a chunk: for half of the rows of W, and half of the own tokens.
+    """Work of a warp group on a chunk: for half of the rows of W, and half of the own tokens.
 
     Attributes:
-      name: What the kernel is called in a profile.
+      name: Name of the kernel in a profile.
       num_vectors: Number of vectors that result.
       walk: The kernel.
       group: Number of the warp group.

@@ -7,7 +7,7 @@ output and ``c_t = u_t . out_t``, the sums over what a token sees,
 - ``sum_s exp2(x_tr + y_sr) (u_t . v_s - c_t)`` and the same over t, are the gradients of x and y,
 - ``sum_t p u_t`` is that of the value.
 
-So both go through the chunks as ``causal.Attention`` does: queries forward, with the means that the
+So both go through the chunks as ``chunks.Attention`` does: queries forward, with the means that the
 rows have read of the values, and keys backward, with the means of the gradients u and of c.
 """
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from simrf_jax._src.attention.pallas_gpu.causal import CHUNK, LIMIT, Operands, Program, Read, Walk
+from simrf_jax._src.attention.pallas_gpu.chunks import CHUNK, LIMIT, Operands, Program, Read, Walk
 from simrf_jax._src.attention.pallas_gpu.gradient import LN2
 from simrf_jax._src.attention.pallas_gpu.kernels import Side, Tile
 from simrf_jax._src.attention.pallas_gpu.tiles import (
@@ -46,7 +46,7 @@ def gradients(operands: Operands, found: Read, of_out: jax.Array, interpret: Any
 
     Args:
       operands: The arrays.
-      found: What ``causal.attend`` returned.
+      found: Result of ``chunks.attend``.
       of_out: Gradient of its outputs.
       interpret: Parameters of the interpreter, or None to compile.
     """
