@@ -513,7 +513,10 @@ class Attention(Program):
         bad += jnp.where(jnp.abs(tile) <= LARGEST, 0.0, jnp.nan).sum(axis=1)
         nothing = denominator == 0
         inverse = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
-        out = total * along(inverse, 0, total.shape) + along(bad, 0, total.shape)
+        out = total * along(inverse, 0, total.shape)
+        # A state of keys that are not finite shows here alone.
+        bad += jnp.where(jnp.abs(out) < jnp.inf, 0.0, jnp.nan).sum(axis=1)
+        out += along(bad, 0, total.shape)
         own.vectors[0][...] = out.astype(jnp.bfloat16)
         lse = jnp.where(nothing, -jnp.inf, top + jnp.log(denominator) * LOG2E)
         self.found.at[self.group][...] = lse + bad
