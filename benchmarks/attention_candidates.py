@@ -1,7 +1,7 @@
 """Bidirectional and causal attention that ``benchmarks.attention_cost`` compares.
 
 - ours: ``simrf_jax.random_feature_attention``.
-- pallas_gpu: ours in the fused kernels for Hopper GPUs, for bfloat16 arrays. Bidirectional only.
+- xla, pallas_gpu: ours by XLA and in the fused kernels, on a GPU.
 - exact: ``jax.nn.dot_product_attention``.
 - tokamax: exact attention by ``tokamax.dot_product_attention``, if it is installed.
 - cudnn: exact attention by cuDNN, on a GPU, for half-precision arrays.
@@ -30,8 +30,16 @@ def ours(query, key, value, w, *, is_causal=False):
     return simrf_jax.random_feature_attention(query, key, value, w, is_causal=is_causal)
 
 
-def pallas_gpu(query, key, value, w):
-    return simrf_jax.random_feature_attention(query, key, value, w, implementation="pallas_gpu")
+def pallas_gpu(query, key, value, w, *, is_causal=False):
+    return simrf_jax.random_feature_attention(
+        query, key, value, w, is_causal=is_causal, implementation="pallas_gpu"
+    )
+
+
+def xla(query, key, value, w, *, is_causal=False):
+    return simrf_jax.random_feature_attention(
+        query, key, value, w, is_causal=is_causal, implementation="xla"
+    )
 
 
 def exact(query, key, value, w, *, is_causal=False):
@@ -92,13 +100,11 @@ def programs(length, *, is_causal):
         if importlib.util.find_spec("tokamax"):
             attends["tokamax"] = tokamax
     if jax.default_backend() == "gpu":
-        attends["cudnn"] = cudnn
+        attends |= {"cudnn": cudnn, "xla": xla, "pallas_gpu": pallas_gpu}
     if length % SPLASH_BLOCK == 0 and jax.default_backend() == "tpu":
         attends["splash"] = splash
     if is_causal:
         return {name: functools.partial(f, is_causal=True) for name, f in attends.items()}
-    if jax.default_backend() == "gpu":
-        attends["pallas_gpu"] = pallas_gpu
     return attends | ({"textbook": textbook} if length <= LONGEST_TEXTBOOK else {})
 
 

@@ -61,7 +61,7 @@ ROUNDS = 20
 
 def implementations(backend, mode, dtype):
     """Returns the implementations to check; Pallas interprets the kernels for TPUs on a CPU."""
-    if backend == "gpu" and (mode, dtype) == ("bidirectional", "bfloat16"):
+    if backend == "gpu" and mode in ("bidirectional", "causal") and dtype == "bfloat16":
         return "xla", "pallas_gpu"
     return ("xla", "pallas_tpu") if backend in ("cpu", "tpu") else ("xla",)
 

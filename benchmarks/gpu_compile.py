@@ -26,16 +26,22 @@ RESULTS = pathlib.Path(__file__).parent / "results" / "gpu_compile.json"
 MIB = 2**20
 # Batch, length, heads, their width, features.
 USUAL = (8, 1024, 12, 64, 128)
-SIZES = {"": USUAL, ", T = 16,384": (1, 16384, 12, 64, 128), ", d = 128": (4, 1024, 12, 128, 128)}
+SIZES = {
+    "": USUAL,
+    ", T = 197": (8, 197, 12, 64, 128),
+    ", T = 16,384": (1, 16384, 12, 64, 128),
+    ", d = 128": (4, 1024, 12, 128, 128),
+}
 # Numbers that must not grow.
 COUNTS = ("launches", "MiB", "spilled", "shared")
 SLACK = 1.02
 
 
-def in_kernels(q, k, v, w):
+def in_kernels(q, k, v, w, is_causal=False):
     """Attends in the fused kernels, which without a GPU refuse a call from outside."""
     estimator = RandomFeatureMechanism(w).estimator()
-    return backend.attend_compiled(estimator, Call.of(q, k, v), interpret=None)
+    call = Call.of(q, k, v, is_causal=is_causal)
+    return backend.attend_compiled(estimator, call, interpret=None)
 
 
 def by_xla(q, k, v, w, is_causal=False):
@@ -43,13 +49,13 @@ def by_xla(q, k, v, w, is_causal=False):
     return random_feature_attention(q, k, v, w, is_causal=is_causal, implementation="xla")
 
 
-def with_gradient(attend):
-    """Returns a function that computes the gradients of everything."""
+def with_gradient(attend, places=(0, 1, 2, 3)):
+    """Returns a function that computes the gradients of everything, or of some arrays."""
 
     def loss(q, k, v, w):
         return jnp.sum(jnp.square(attend(q, k, v, w).astype(jnp.float32)))
 
-    return jax.grad(loss, (0, 1, 2, 3))
+    return jax.grad(loss, places)
 
 
 def measure(name, attend, size):
@@ -74,6 +80,10 @@ def programs():
     cases += [(f"XLA{name}", "H200", by_xla, size) for name, size in SIZES.items()]
     cases += [(f"XLA, {name}", name, by_xla, USUAL) for name in ("A100", "T4")]
     cases.append(("XLA, causal", "H200", causal, USUAL))
+    causal = functools.partial(in_kernels, is_causal=True)
+    yield "kernels, causal", "H200", causal, USUAL
+    # No kernel has the gradient of W.
+    yield "kernels, causal, gradient", "H200", with_gradient(causal, (0, 1, 2)), USUAL
     for name, device, attend, size in cases:
         yield name, device, attend, size
         yield f"{name}, gradient", device, with_gradient(attend), size

@@ -24,7 +24,7 @@ from simrf_jax import (
     feature_maps,
     random_feature_attention,
 )
-from simrf_jax._src.attention.pallas_gpu import choice
+from simrf_jax._src.attention.pallas_gpu import backend, choice
 from tests import formulas
 from tests.attention import modes, reference
 from tests.attention.inputs import inputs, projection
@@ -222,6 +222,101 @@ def test_what_is_not_finite_reaches_only_who_sees_it(interpreter, which, where, 
         np.testing.assert_array_equal(got, want)
 
 
+def causal(attend, q, k, v, w, of_outputs, **options):
+    """Returns causal outputs, and the gradients of queries, keys and values."""
+
+    @jax.jit
+    def run(q, k, v, of_outputs):
+        def attention(q, k, v):
+            return attend(q, k, v, w, is_causal=True, **options).astype(jnp.float32)
+
+        out, back = jax.vjp(attention, q, k, v)
+        return out, *back(of_outputs)
+
+    return [np.asarray(x, np.float64) for x in run(q, k, v, of_outputs)]
+
+
+CAUSAL = {
+    # Two chunks, the second one not full; heads share keys.
+    "two chunks": (140, {"heads": 2}, 1, {"bias": np.cos(np.arange(140)).astype(np.float32)}),
+    # Keys before a query are too small for the unit of its chunk.
+    "any scale": (70, {}, 8, {}),
+    "lengths": (40, {"batch": (2,)}, 1, {"key_value_seq_lengths": np.array([0, 33])}),
+    "one token": (1, {}, 1, {}),
+}
+
+
+@interpreted
+@pytest.mark.parametrize(("length", "shape", "scale", "options"), CAUSAL.values(), ids=CAUSAL)
+def test_causal_attention_and_its_gradients(interpreter, length, shape, scale, options):
+    q, k, v = tokens(length, scale=scale, **({"heads": 1} | shape))
+    w, of_outputs = projection(100, DIM), jnp.cos(jnp.arange(q.size)).reshape(q.shape)
+    check_causal(q, k, v, w, of_outputs, **options)
+
+
+def check_causal(q, k, v, w, of_outputs, **options):
+    got = causal(in_kernel, q, k, v, w, of_outputs, **options)
+    plain = causal(by_xla, q, k, v, w, of_outputs, **options)
+    want = causal(by_xla, *wide((q, k, v)), w, of_outputs, **options)
+    error = reference.relative_error
+    assert error(got[0], want[0]) <= max(2 * error(plain[0], want[0]), 4e-3)
+    # With a single key, the gradients of queries and keys are what rounding leaves of zero.
+    least = np.linalg.norm(of_outputs) if q.shape[-3] == 1 else 0.1
+    for ours, exact in zip(got[1:], want[1:], strict=True):
+        assert np.linalg.norm(ours - exact) <= 1.5e-2 * max(np.linalg.norm(exact), least)
+
+
+@interpreted
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) for x in MAPS[1:]])
+def test_causal_maps(interpreter, name):
+    q, k, v = tokens(90, key_heads=2)
+    library = modes.LIBRARY.get(name, modes.Library(name))
+    w, options = library.projection(projection(50, DIM)), {"feature_map": library.feature_map}
+    check_causal(q, k, v, w, jnp.cos(jnp.arange(q.size)).reshape(q.shape), **options)
+
+
+@interpreted
+def test_programs_that_share_the_chunks_of_a_head(interpreter, monkeypatch):
+    from simrf_jax._src.attention.pallas_gpu import chunks
+
+    q, k, v = tokens(260, heads=1)
+    want = by_xla(*wide((q, k, v)), projection(50, DIM), is_causal=True)
+    monkeypatch.setattr(chunks, "LEAST_CHUNKS", 1)
+    got = in_kernel(q, k, v, projection(50, DIM), is_causal=True)
+    assert reference.relative_error(got, want) <= 5e-3
+
+
+@interpreted
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_what_is_not_finite_reaches_no_earlier_output(interpreter, which):
+    arrays, place = tokens(140, heads=1), 60
+    is_bad = np.arange(140) == place if which == "query" else np.arange(140) >= place
+    of_outputs = jnp.where(jnp.asarray(is_bad)[:, None, None], 0.0, 1.0) * jnp.ones(arrays[0].shape)
+    clean = causal(in_kernel, *arrays, projection(50, DIM), of_outputs)
+    i = ("query", "key", "value").index(which)
+    arrays[i] = arrays[i].at[place, 0, 7].set(jnp.nan)
+    out, *gradients = causal(in_kernel, *arrays, projection(50, DIM), of_outputs)
+    np.testing.assert_array_equal(np.isnan(out).all((-1, -2)), is_bad)
+    # A chunk with a token that is not finite is computed key by key, which rounds in another way.
+    np.testing.assert_allclose(out[~is_bad], clean[0][~is_bad], atol=0.02)
+    for got, want in zip(gradients, clean[1:], strict=True):
+        np.testing.assert_allclose(got, want, atol=0.02 * np.abs(want).max())
+
+
+@interpreted
+def test_learned_rows_have_the_causal_gradient_of_xla(interpreter):
+    q, k, v = tokens(20, heads=1)
+
+    def gradient(attend, q, k, v):
+        def total(w):
+            return jnp.sum(jnp.sin(attend(q, k, v, w, is_causal=True).astype(jnp.float32)))
+
+        return jax.grad(total)(projection(20, DIM))
+
+    got, want = gradient(in_kernel, q, k, v), gradient(by_xla, *wide((q, k, v)))
+    assert reference.relative_error(got, want) <= 2e-2
+
+
 @interpreted
 def test_vmap(interpreter):
     q, k, v = tokens(20, batch=(2,))
@@ -271,6 +366,23 @@ def test_calls_that_the_kernels_cannot_take(hopper, options, message):
         in_kernel(*tokens(9, key_heads=2), projection(11, DIM), **options)
 
 
+CAUSAL_ARRAYS = {
+    "wide heads": ((9,), {"dim": 128}, 11, "heads 64 wide .*, got 128 and 128, and 11"),
+    "many rows": ((9,), {}, 130, "at most 128 rows of W, got 64 and 64, and 130"),
+    "lengths": ((9, 8), {}, 11, "as many keys as queries, got 8 and 9"),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("lengths", "options", "rows", "message"), CAUSAL_ARRAYS.values(), ids=CAUSAL_ARRAYS
+)
+def test_causal_calls_that_the_kernels_cannot_take(hopper, lengths, options, rows, message):
+    q, k, v = tokens(*lengths, **options)
+    with pytest.raises(ValueError, match=message):
+        in_kernel(q, k, v, projection(rows, q.shape[-1]), is_causal=True)
+
+
 ARRAYS = {
     "float32": ({"dtype": jnp.float32}, "are float32, not all bfloat16"),
     "narrow": ({"dim": 32}, "must be 64 or 128 wide, got 32 and 32"),
@@ -314,11 +426,19 @@ def test_older_versions_of_jax_are_refused(hopper, monkeypatch):
 
 
 @pytest.mark.fast
-def test_they_are_used_only_where_they_are_asked_for(hopper, monkeypatch):
-    q, k, v = tokens(9)
-    want = by_xla(q, k, v, projection(11, DIM))
-    monkeypatch.setattr(choice, "reason_against", None)
-    np.testing.assert_array_equal(random_feature_attention(q, k, v, projection(11, DIM)), want)
+def test_which_calls_they_take_unasked(hopper, monkeypatch):
+    taken = []
+    monkeypatch.setattr(backend, "attend", lambda estimator, call: taken.append(call) or call.query)
+    w = projection(11, DIM)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    random_feature_attention(*tokens(9), w)
+    random_feature_attention(*tokens(9), w, is_causal=True)  # May round by later tokens.
+    random_feature_attention(*tokens(9, dtype=jnp.float32), w)
+    monkeypatch.setattr(jax, "device_count", lambda: 2)  # XLA cannot partition a kernel.
+    random_feature_attention(*tokens(9), w)
+    monkeypatch.setattr(hopper, "compute_capability", "8.0")
+    random_feature_attention(*tokens(9), w)
+    assert len(taken) == 1
 
 
 @pytest.mark.fast

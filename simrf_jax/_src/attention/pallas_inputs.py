@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Float
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.features import FeatureMap
 from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import Side
@@ -57,6 +59,21 @@ def reason_against_tokens(call: Call, dtypes: tuple[Any, ...]) -> str | None:
     if any(axis is not None for x in tokens for axis in jax.typeof(x).sharding.spec):
         return "axes of type Explicit shard the arrays, so call it inside jax.shard_map"
     return None
+
+
+def runs_alone(axes: MeshAxes) -> bool:
+    """Returns whether a kernel gets the tokens of one device, as far as this code can know.
+
+    XLA cannot partition a kernel: it would give each device the tokens of all devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    named = {*axes.batch, *axes.heads}
+    return all(
+        kind == AxisType.Manual or size == 1 or name in named
+        for name, kind, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
 
 
 def shapes_of_form(estimator: Estimator) -> ExponentialForm | str:

@@ -323,7 +323,8 @@ def random_feature_attention(
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       implementation: ``"pallas_tpu"`` or ``"pallas_gpu"`` for fused Pallas kernels, ``"xla"`` for
         plain JAX, or a sequence of names, of which the first that supports the call is used. None
-        uses the Pallas kernels on a TPU where they support the call, and XLA elsewhere. The Pallas
+        uses the Pallas kernels on a TPU where they support the call, on a GPU those that are
+        bidirectional, and XLA elsewhere. The Pallas
         kernels compute features that are exponentials (positive, hyperbolic, optimal positive,
         calibrated and learned ones) and never write them to memory. They do not support sharded
         lengths, and can be differentiated once, in reverse mode: choose ``"xla"`` for forward-mode
@@ -332,7 +333,8 @@ def random_feature_attention(
         side. The gradients of W, a bias, the scale and the feature map come from XLA, in addition
         to the kernels. There, a vector whose squared length overflows counts as not finite. On a
         CPU the kernels are interpreted, which is for tests: choose ``"xla"`` for computations on
-        the CPU of a TPU host. The kernels for GPUs support bidirectional attention in bfloat16 with
+        the CPU of a TPU host. The kernels for GPUs support bidirectional attention, and where asked
+        causal attention, in which later tokens may change how outputs round, in bfloat16 with
         heads of width 64 or 128, on GPUs of compute capability 9 (H100, H200, GH200), with jax 0.11
         or newer. There, a key with a component above 1e15 counts as not finite, and a value only if
         it is infinite or NaN. They are compiled and interpreted in the tests, but were never run on

@@ -16,7 +16,7 @@ from simrf_jax._src.attention.pallas_inputs import no_forward_mode
 
 __all__ = ["PLATFORM", "attend", "reason_against"]
 
-PLATFORM: str | None = None  # They are used only where they are asked for.
+PLATFORM: str | None = "gpu"
 
 
 def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:

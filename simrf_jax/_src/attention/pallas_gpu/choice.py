@@ -12,6 +12,7 @@ from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.pallas_inputs import (
     reason_against_call,
     reason_against_tokens,
+    runs_alone,
     shapes_of_form,
 )
 
@@ -32,18 +33,23 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
     Args:
       estimator: W, the feature map and options.
       call: The call.
-      is_asked: True if the caller chose the kernels. If False, they are not used, because nothing
-        has been measured on a device.
+      is_asked: True if the caller chose the kernels. If False, they are used only for bidirectional
+        attention, and where each device is known to get its own tokens.
     """
-    if not is_asked:
-        return "they are used only where they are asked for"
     return (
         _reason_against_device()
         or reason_against_call(estimator, call)
         or _reason_against_mode(estimator, call)
         or reason_against_tokens(call, (jnp.bfloat16,))
         or _reason_against_size(estimator, call)
+        or (None if is_asked else _reason_unasked(estimator, call))
     )
+
+
+def _reason_unasked(estimator: Estimator, call: Call) -> str | None:
+    if call.is_causal:  # Which other implementations exclude.
+        return "later tokens may change how earlier causal outputs round"
+    return None if runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
 
 
 def _reason_against_device() -> str | None:

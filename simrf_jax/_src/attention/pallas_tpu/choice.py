@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
-from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.attention.pallas_inputs import (
     reason_against_call,
     reason_against_tokens,
+    runs_alone,
     shapes_of_form,
 )
 
@@ -138,7 +137,7 @@ def _reason_unasked(estimator: Estimator, is_asked: bool) -> str | None:
         return None
     if jax.devices()[0].device_kind in OLD_CHIPS:
         return "the chip is older than v4"
-    return None if _runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
+    return None if runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
 
 
 def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
@@ -161,18 +160,3 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
     if NearProgram(1, groups, width, itemsize, bandwidth).bytes_taken > memory():
         return f"a band of {bandwidth} keys does not fit into the memory of a core"
     return None
-
-
-def _runs_alone(axes: MeshAxes) -> bool:
-    """Returns whether a kernel gets the tokens of one device, as far as this code can know.
-
-    XLA cannot partition a kernel: it would give each device the tokens of all devices.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.device_count() == 1
-    named = {*axes.batch, *axes.heads}
-    return all(
-        kind == AxisType.Manual or size == 1 or name in named
-        for name, kind, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
-    )
