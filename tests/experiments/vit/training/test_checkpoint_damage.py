@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import warnings
 
 import jax
@@ -85,6 +86,8 @@ def saved(tmp_path_factory):
     gc.freeze()  # So that what each test leaves behind is soon collected.
     yield folder
     gc.unfreeze()
+    time.sleep(1)  # Reads that were abandoned may end after their test.
+    gc.collect()
 
 
 @pytest.fixture
