@@ -102,7 +102,8 @@ def cost_of(program):
 
     A launch reads its operands and writes its result. A fusion that only takes slices of an operand
     reads these, and one that updates part of an array in place writes the part. The body of a
-    counted loop runs as often as the loop iterates. Of a conditional, the cheapest branch counts.
+    counted loop runs as often as the loop iterates. Of a conditional, the cheapest branch counts. What
+    runs asynchronously counts where it starts.
 
     Args:
       program: The text of an optimized HLO module.
@@ -123,7 +124,7 @@ def _cost(computations, name):
     total = Cost(0, 0)
     for instruction in computations[name]:
         rest = instruction.rest
-        if instruction.operation in NOTHING:
+        if instruction.operation in NOTHING or instruction.operation.endswith("-done"):
             continue
         if instruction.operation == "while":
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', rest)
@@ -139,7 +140,7 @@ def _cost(computations, name):
             total = Cost(total.launches + cost.launches, total.bytes + cost.bytes)
             continue
         called = re.search(r"calls=%([\w.-]+)", rest)
-        if instruction.operation == "fusion":
+        if instruction.operation in ("fusion", "fusion-start"):
             size = _bytes_of_fusion(computations[called[1]])
         else:
             size = _bytes(instruction.type)

@@ -1,16 +1,19 @@
 r"""Causal random-feature attention in a Mosaic GPU kernel.
 
-A program goes through the chunks of a head in order, and carries what the rows of W have read of
-the keys so far: one warp group for each half of the rows. For each chunk,
+A program goes through the chunks of a head in order. It carries the state of the rows of W: the
+mean of the values that each row has read so far, and the log-sum-exp of its exponents. Each of two
+warp groups has half of the rows and half of the queries of a chunk. For each chunk,
 
-1. each row adds the keys of the chunk to its state. Before, it writes the mean of the values, as it
-   was, and the features of the keys of the chunk to shared memory, in the row's unit: the largest
-   exponent of the state and the chunk.
-2. each query reads the state, and the keys of its chunk up to its own: the products of its features
-   with theirs are sums over the rows, so that two matrix products read the chunk.
+1. a row writes its state to shared memory, and the features of the keys of the chunk. Features are
+   in the row's unit, the largest exponent of the state and the chunk. Then the row adds the keys of
+   the chunk to its state.
+2. a query reads the state of before the chunk, and the keys of the chunk up to its own. Its weight
+   for a key is the product of their features, summed over the rows, so two matrix products read
+   the chunk.
 
-In a unit, the keys before a query may be too small for a number, because of a larger key after it.
-Then the features of each pair have a unit of their own, key by key (``_pairs``).
+The unit of a row may come from a key that a query must not see, and be so large that the features
+of the keys it does see vanish. Where a feature could, ``Program.by_pairs`` computes the weights of
+the chunk key by key, with a unit for each pair of a query and a key.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from simrf_jax._src.attention.pallas_gpu import flash
-from simrf_jax._src.attention.pallas_gpu.flash import LARGEST, LEAST
+from simrf_jax._src.attention.pallas_gpu.flash import LARGEST, LEAST, Read
 from simrf_jax._src.attention.pallas_gpu.kernels import (
     REGISTERS,
     REGISTERS_TO_LOAD,
@@ -36,6 +39,7 @@ from simrf_jax._src.attention.pallas_gpu.kernels import (
     Side,
     Tile,
     launch,
+    load_in_turn,
     slot_of,
 )
 from simrf_jax._src.attention.pallas_gpu.tiles import (
@@ -54,19 +58,6 @@ from simrf_jax._src.attention.pallas_inputs import LOG2E
 CHUNK = ROWS = TILE * WARP_GROUPS
 LEAST_CHUNKS = 4  # Of a program; fewer would not repay the work of another one.
 LIMIT = 100.0  # Exponents further below their unit may be too small.
-
-
-class Read(NamedTuple):
-    """Outputs of causal attention, and the log-sum-exp of its logits.
-
-    Attributes:
-      out: ``[B, T, N, D]``, zeros where no key is visible.
-      lse: ``[B, N, padded T]``, to base 2; minus infinity where no key is visible, and NaN where
-        the output is NaN.
-    """
-
-    out: jax.Array
-    lse: jax.Array
 
 
 class Operands(NamedTuple):
@@ -108,17 +99,17 @@ def attend(operands: Operands, interpret: Any) -> Read:
         side = Side(False, key_rows)
         before = _before(flash.attend_in_parts(side, keys, num_key_heads, parts, interpret))
     rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    walk = Walk(Side(True, (query,)), keys, rows, stages=2, parts=parts)
-    return Read(*walk.run(Attention, before, interpret))
+    scan = Scan(Side(True, (query,)), keys, rows, stages=2, parts=parts)
+    return Read(*scan.run(Attention, before, interpret))
 
 
 @dataclasses.dataclass(frozen=True)
-class Walk:
+class Scan:
     """A kernel that goes through the chunks of a head in order.
 
     Attributes:
-      own: Tokens for which there are results, which take their place in memory: vectors in the
-        place of the first vectors, and one number.
+      own: Tokens for which there are results. A kernel overwrites their first vectors in shared
+        memory by vectors that result, and each token has one number that results.
       others: The same number of tokens that they see, and their values.
       rows: Rows of W of the own tokens and of the others, two parts each, and their terms.
       stages: Chunks that are loaded at once.
@@ -132,6 +123,22 @@ class Walk:
     stages: int
     parts: int = 1
     is_reversed: bool = False
+
+    @property
+    def tokens(self) -> Side:
+        """The own tokens and the others."""
+        pairs = zip(self.own[1:], self.others[1:], strict=True)
+        return Side(True, *(own + others for own, others in pairs))
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunks of a program."""
+        return ceil_div(self.own.length, CHUNK * self.parts)
+
+    @property
+    def num_heads(self) -> int:
+        """Number of query heads."""
+        return max(x.vectors[0].shape[2] for x in (self.own, self.others))
 
     def run(
         self, program: type[Program], before: Sequence[jax.Array], interpret: Any
@@ -147,32 +154,8 @@ class Walk:
         Returns:
           Vectors ``[B, length, N, dim]``, and numbers ``[B, N, padded length]``.
         """
-        own, others, rows, stages = self.own, self.others, self.rows, self.stages
-        batch, length = others.vectors[0].shape[:2]
-        num_heads = max(x.shape[2] for x in (own.vectors[0], others.vectors[0]))
-        dim = others.vectors[1].shape[-1]
-        num = ceil_div(length, CHUNK * self.parts)  # Chunks of a program.
-        tokens = Side(
-            True,
-            (*own.vectors, *others.vectors),
-            (*own.numbers, *others.numbers),
-            (*own.fills, *others.fills),
-        )
-        scratch = {
-            "row_tiles": rows.memory(ROWS),
-            "tiles": tokens.memory(stages, CHUNK),
-            "means": memory(ROWS, dim),
-            "features": memory(ROWS, CHUNK),
-            # Of rows: units, weights and exponents of the state, its offsets, and flags.
-            "numbers": [plgpu.SMEM((ROWS,), jnp.float32) for _ in range(5)],
-            "of_other": plgpu.SMEM((2, ROWS), jnp.float32),
-            "found": plgpu.SMEM((WARP_GROUPS, TILE), jnp.float32),
-            "loaded": plgpu.Barrier(num_arrivals=len(rows.arrays(0)) + len(before)),
-            "full": plgpu.Barrier(num_arrivals=len(tokens.arrays(0)), num_barriers=stages),
-            "free": plgpu.Barrier(num_arrivals=WARP_GROUPS, num_barriers=stages),
-            "written": plgpu.Barrier(num_arrivals=WARP_GROUPS),
-            "have_read": plgpu.Barrier(num_arrivals=WARP_GROUPS),
-        }
+        tokens, rows, num, stages = self.tokens, self.rows, self.num_chunks, self.stages
+        batch = tokens.vectors[0].shape[0]
 
         def kernel(
             refs: Any,
@@ -187,7 +170,7 @@ class Walk:
         ) -> None:
             token_refs, refs = refs[: len(tiles)], refs[len(tiles) :]
             row_refs, before_refs = refs[: len(row_tiles)], refs[len(row_tiles) :]
-            place = Place(lax.axis_index("batch"), lax.axis_index("head"), num_heads)
+            place = Place(lax.axis_index("batch"), lax.axis_index("head"), self.num_heads)
             part, group = lax.axis_index("part"), lax.axis_index("warp_group")
 
             def start(step: Any) -> Any:
@@ -200,26 +183,16 @@ class Walk:
                 plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
                 rows.copy(place, 0, row_refs, row_tiles, loaded)
                 if before:
-                    of_part = Place(part * batch + place.batch, place.head, num_heads)
+                    of_part = Place(part * batch + place.batch, place.head, self.num_heads)
                     targets = memory["means"], memory["numbers"][0]
                     for source, target in zip(before_refs, targets, strict=True):
                         plgpu.copy_gmem_to_smem(of_part.of(source, 0, ROWS), target, loaded)
 
-                def load(step: Any, slot: Any) -> None:
+                def load(step: Any, _: int, slot: Any) -> None:
                     targets = [x.at[slot] for x in tiles]
                     tokens.copy(place, start(step), token_refs, targets, full.at[slot])
 
-                for step in range(min(stages, num)):
-                    load(step, step)
-
-                @pl.loop(0, num)
-                def _(step: jax.Array) -> None:
-                    slot = slot_of(step, stages)
-                    plgpu.barrier_wait(free.at[slot])
-
-                    @pl.when(step + stages < num)
-                    def _() -> None:
-                        load(step + stages, slot)
+                load_in_turn(load, free, num, stages)
 
             @pl.when(group < WARP_GROUPS)
             def _() -> None:
@@ -231,12 +204,11 @@ class Walk:
                 def step(i: jax.Array, state: Any) -> Any:
                     slot = slot_of(i, stages)
                     plgpu.barrier_wait(full.at[slot])
-                    tile = tokens.tile([x.at[slot] for x in tiles])
-                    own_tile, other_tile = self._split(tile, mine.half)
-                    state = mine.meet(state, own_tile, other_tile)
+                    own, others = self._split([x.at[slot] for x in tiles], mine.half)
+                    state = mine.advance(state, own, others)
                     first = start(i) + group * TILE
                     *vector_refs, number_ref = out_refs
-                    for x, ref in zip(own_tile.vectors, vector_refs, strict=False):
+                    for x, ref in zip(own.vectors, vector_refs, strict=False):
                         plgpu.copy_smem_to_gmem(x, place.of(ref, first, TILE, are_tokens=True))
                     number = memory["found"].at[group]
                     plgpu.copy_smem_to_gmem(number, place.of(number_ref, first, TILE))
@@ -248,19 +220,44 @@ class Walk:
                 plgpu.barrier_wait(memory["have_read"])
                 plgpu.wait_smem_to_gmem(0)
 
-        # A copy would write the numbers of chunks after the last one to the next head.
-        covered = self.parts * num * CHUNK
-        outputs = [
-            jax.ShapeDtypeStruct((batch, length, num_heads, x.shape[-1]), jnp.bfloat16)
-            for x in own.vectors[: program.num_vectors]
-        ]
-        outputs.append(jax.ShapeDtypeStruct((batch, num_heads, covered), jnp.float32))
         arrays = [*tokens.arrays(self.parts * num * CHUNK), *rows.arrays(0), *before]
-        grid = (batch, num_heads, self.parts, 1)
+        outputs, scratch = self._outputs(program), self._memory(len(before))
+        grid = (batch, self.num_heads, self.parts, 1)
         return launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
 
-    def _split(self, tile: Tile, half: Any) -> tuple[Tile, Tile]:
+    def _outputs(self, program: type[Program]) -> list[jax.ShapeDtypeStruct]:
+        """Returns the shapes of the arrays that result."""
+        batch, length = self.own.vectors[0].shape[:2]
+        # A copy would write the numbers of chunks after the last one to the next head.
+        covered = self.parts * self.num_chunks * CHUNK
+        vectors = [
+            jax.ShapeDtypeStruct((batch, length, self.num_heads, x.shape[-1]), jnp.bfloat16)
+            for x in self.own.vectors[: program.num_vectors]
+        ]
+        return [*vectors, jax.ShapeDtypeStruct((batch, self.num_heads, covered), jnp.float32)]
+
+    def _memory(self, num_before: int) -> dict[str, Any]:
+        """Returns the shared memory and the barriers, for a number of arrays of the state."""
+        tokens, rows, stages = self.tokens, self.rows, self.stages
+        return {
+            "row_tiles": rows.memory(ROWS),
+            "tiles": tokens.memory(stages, CHUNK),
+            "means": memory(ROWS, self.others.vectors[1].shape[-1]),
+            "features": memory(ROWS, CHUNK),
+            # Of rows: units, weights and exponents of the state, its offsets, and flags.
+            "numbers": [plgpu.SMEM((ROWS,), jnp.float32) for _ in range(5)],
+            "of_other": plgpu.SMEM((2, ROWS), jnp.float32),
+            "found": plgpu.SMEM((WARP_GROUPS, TILE), jnp.float32),
+            "loaded": plgpu.Barrier(num_arrivals=len(rows.arrays(0)) + num_before),
+            "full": plgpu.Barrier(num_arrivals=len(tokens.arrays(0)), num_barriers=stages),
+            "free": plgpu.Barrier(num_arrivals=WARP_GROUPS, num_barriers=stages),
+            "written": plgpu.Barrier(num_arrivals=WARP_GROUPS),
+            "have_read": plgpu.Barrier(num_arrivals=WARP_GROUPS),
+        }
+
+    def _split(self, refs: Sequence[Any], half: Any) -> tuple[Tile, Tile]:
         """Returns the own half of a chunk of own tokens, and the chunk of the others."""
+        tile = self.tokens.tile(refs)
         num, numbers = len(self.own.vectors), len(self.own.numbers)
         own = Tile(
             [x.at[half] for x in tile.vectors[:num]], [x.at[half] for x in tile.numbers[:numbers]]
@@ -268,7 +265,7 @@ class Walk:
         return own, Tile(tile.vectors[num:], tile.numbers[numbers:])
 
 
-def _before(found: flash.Read) -> list[jax.Array]:
+def _before(found: Read) -> list[jax.Array]:
     """Returns what rows read of all parts of the keys before each part, its number first."""
     out, lse = found
     parts = len(out)
@@ -291,7 +288,7 @@ class Program(abc.ABC):
     Attributes:
       name: Name of the kernel in a profile.
       num_vectors: Number of vectors that result.
-      walk: The kernel.
+      scan: The kernel.
       group: Number of the warp group.
       half: Its rows, and its tokens.
     """
@@ -301,7 +298,7 @@ class Program(abc.ABC):
 
     def __init__(
         self,
-        walk: Walk,
+        scan: Scan,
         group: jax.Array,
         row_tiles: Any,
         interpret: Any,
@@ -314,7 +311,7 @@ class Program(abc.ABC):
         written: Any,
         have_read: Any,
     ):
-        self.walk, self.group, self.interpret = walk, group, interpret
+        self.scan, self.group, self.interpret = scan, group, interpret
         self.half = pl.ds(group * TILE, TILE)
         self.own_rows, self.row_terms = row_tiles[:2], row_tiles[4]
         self.other_rows = [x.at[self.half] for x in row_tiles[2:4]]
@@ -327,7 +324,7 @@ class Program(abc.ABC):
         """Writes the results, where exponents are not far below the units."""
 
     @abc.abstractmethod
-    def by_pairs(self, own: Tile, others: Tile, is_finite: jax.Array) -> None:
+    def by_pairs(self, own: Tile, others: Tile) -> None:
         """Writes the results at any exponents, and of tokens that may not be finite."""
 
     def start(self, *, is_first: bool) -> Any:
@@ -345,7 +342,7 @@ class Program(abc.ABC):
         top = jnp.where(is_some, lse, LEAST)
         return means, jnp.where(is_some, 1.0, 0.0), top, zeros(TILE)
 
-    def meet(self, state: Any, own: Tile, others: Tile) -> Any:
+    def advance(self, state: Any, own: Tile, others: Tile) -> Any:
         """Writes the results of the own tokens, and returns the state after the others."""
         total, denominator, top, offset = state
         exponents = self.exponents_of(others.vectors[0], others.numbers[0])
@@ -388,7 +385,7 @@ class Program(abc.ABC):
 
         @pl.when(found > 0)
         def _() -> None:
-            self.by_pairs(own, others, found < 2)
+            self.by_pairs(own, others)
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.have_read)
@@ -417,7 +414,7 @@ class Program(abc.ABC):
         own, others = (_iota((TILE, size), axis) for axis in (0, 1))
         own += self.group * TILE
         others += start
-        return others >= own if self.walk.is_reversed else others <= own
+        return others >= own if self.scan.is_reversed else others <= own
 
     def wait(self) -> None:
         """Waits for the other warp group."""
@@ -469,9 +466,9 @@ class Attention(Program):
             total = add_weighted(total, pairs, others.vectors[1].at[keys], self.interpret)
         self.write(own, (total, denominator, top), zeros(TILE))
 
-    def by_pairs(self, own: Tile, others: Tile, is_finite: jax.Array) -> None:
+    def by_pairs(self, own: Tile, others: Tile) -> None:
         key, value = others.vectors
-        self.hide(value, is_finite)
+        self.hide(value)
         logits = products(own.vectors, self.own_rows)
         of_state = logits + along(read(self.exponents, 1), 1, logits.shape)
         sums = zeros(TILE, self.means.shape[-1]), zeros(TILE), zeros(TILE) + LEAST
@@ -495,16 +492,13 @@ class Attention(Program):
         is_bad = self.is_visible(0, CHUNK) & (terms != terms)
         self.write(own, sums, jnp.where(is_bad, jnp.nan, 0.0).sum(axis=1))
 
-    def hide(self, value: Any, is_finite: jax.Array) -> None:
+    def hide(self, value: Any) -> None:
         """Sets components of the values that are not finite to zero, because 0 * NaN is not 0."""
-
-        @pl.when(jnp.logical_not(is_finite))
-        def _() -> None:
-            own = value.at[self.half]
-            x = read(own).astype(jnp.float32)
-            self.wait()  # Both warp groups have added the values to their states.
-            own[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
-            self.wait()
+        own = value.at[self.half]
+        x = read(own).astype(jnp.float32)
+        self.wait()  # Both warp groups have added the values to their states.
+        own[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(jnp.bfloat16)
+        self.wait()
 
     def write(self, own: Tile, sums: Any, bad: jax.Array) -> None:
         """Writes outputs in the place of their queries, and their log-sum-exps."""

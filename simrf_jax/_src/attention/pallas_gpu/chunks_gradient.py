@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from simrf_jax._src.attention.pallas_gpu.chunks import CHUNK, LIMIT, Operands, Program, Read, Walk
+from simrf_jax._src.attention.pallas_gpu.chunks import CHUNK, LIMIT, Operands, Program, Scan
+from simrf_jax._src.attention.pallas_gpu.flash import Read
 from simrf_jax._src.attention.pallas_gpu.gradient import LN2
 from simrf_jax._src.attention.pallas_gpu.kernels import Side, Tile
 from simrf_jax._src.attention.pallas_gpu.tiles import (
@@ -63,10 +64,10 @@ def gradients(operands: Operands, found: Read, of_out: jax.Array, interpret: Any
     keys = keys._replace(numbers=(terms,))
     queries = Side(True, (query, of_out), (offset, means), (-jnp.inf, 0.0))
     rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    of_query, _ = Walk(queries, keys, rows, stages=1).run(OfQueries, (), interpret)
+    of_query, _ = Scan(queries, keys, rows, stages=1).run(OfQueries, (), interpret)
     rows = rows._replace(vectors=(*key_rows, *query_rows))
-    walk = Walk(keys, queries, rows, stages=1, is_reversed=True)
-    of_key, of_value, of_terms = walk.run(OfKeys, (), interpret)
+    scan = Scan(keys, queries, rows, stages=1, is_reversed=True)
+    of_key, of_value, of_terms = scan.run(OfKeys, (), interpret)
     num_key_heads = keys.vectors[0].shape[2]
 
     def summed(x: jax.Array, axis: int) -> jax.Array:
@@ -100,7 +101,7 @@ class _Gradient(Program):
 
     def offset(self, own: Tile, others: Tile, shape: tuple[int, ...]) -> jax.Array:
         """Returns what the gradients of weights have less than products."""
-        if self.walk.is_reversed:
+        if self.scan.is_reversed:
             return along(read(others.numbers[1], 1), 1, shape)
         return along(read(own.numbers[1], 0), 0, shape)
 
@@ -129,8 +130,7 @@ class _Gradient(Program):
                 of_value = self.add_visible(of_value, pairs, others, start)
         self.write(own, of_exponents, of_value)
 
-    def by_pairs(self, own: Tile, others: Tile, is_finite: jax.Array) -> None:
-        del is_finite  # What is not, has no weight.
+    def by_pairs(self, own: Tile, others: Tile) -> None:
         exponents = self.exponents_of_own(own)
         weights = exponents + along(read(self.exponents, 1), 1, exponents.shape)
         weights = jnp.exp2(jnp.minimum(weights, LIMIT))

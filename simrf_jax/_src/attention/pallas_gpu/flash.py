@@ -49,25 +49,25 @@ def attend(rows: Side, keys: Side, num_heads: int, interpret: Any) -> Read:
       num_heads: Number of heads of the rows.
       interpret: Parameters of the interpreter, or None to compile.
     """
-    batch = keys.numbers[0].shape[0]
-    attention = _Attention(rows, keys, interpret)
-    found = Read(*reduce(attention, batch, num_heads, interpret, dtype=jnp.float32))
+    found = attend_in_parts(rows, keys, num_heads, None, interpret)
     return found if rows.are_tokens else _merged(found)
 
 
-def attend_in_parts(rows: Side, keys: Side, num_heads: int, parts: int, interpret: Any) -> Read:
-    """Lets rows of W attend to each part of the keys alone.
+def attend_in_parts(
+    rows: Side, keys: Side, num_heads: int, parts: int | None, interpret: Any
+) -> Read:
+    """Lets rows of W attend to each part of the keys alone, and tokens to all keys.
 
     Args:
-      rows: Rows of W.
+      rows: Rows that attend, as in ``attend``.
       keys: Keys, as in ``attend``.
       num_heads: Number of heads of the rows.
-      parts: Number of parts, each of as many tiles of 128 keys.
+      parts: Number of parts, all with the same number of tiles; None to choose it.
       interpret: Parameters of the interpreter, or None to compile.
 
     Returns:
-      Outputs and log-sum-exps, the parts along the first axis; the outputs of several parts are in
-      float32.
+      Outputs and log-sum-exps, those of rows of W with the parts along the first axis; the outputs
+      of several parts are in float32.
     """
     batch = keys.numbers[0].shape[0]
     attention = _Attention(rows, keys, interpret)

@@ -73,14 +73,14 @@ def attend(estimator: Estimator, call: Call, *, interpret: Any) -> Float[Array, 
     if call.is_causal:
         out = _attend_causally(interpret, estimator, call)
     else:
-        out = _attend(interpret, lay_out(call, estimator))
+        out = _attend(interpret, lay_out(estimator, call))
     out = out[:, : call.query.shape[-3]]
     if call.query_seq_lengths is not None:
         out = jnp.where(call.with_batch_axis().real_queries(), out, 0)
     return out.reshape(*call.query.shape[:-1], out.shape[-1])
 
 
-def lay_out(call: Call, estimator: Estimator) -> Operands:
+def lay_out(estimator: Estimator, call: Call) -> Operands:
     """Returns the operands, whose gradients lead to those of all arrays of the call.
 
     Tokens are padded to whole rows of a swizzled tile, with keys that are hidden.
@@ -164,7 +164,7 @@ def _passes(interpret: Any, operands: Operands) -> tuple[flash.Read, flash.Read]
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_causally(interpret: Any, estimator: Estimator, call: Call) -> jax.Array:
     """Returns ``[B, T, N, D]``."""
-    return chunks.attend(_causal_operands(lay_out(call, estimator)), interpret).out
+    return chunks.attend(_causal_operands(lay_out(estimator, call)), interpret).out
 
 
 def _causal_operands(operands: Operands) -> chunks.Operands:
@@ -184,8 +184,8 @@ def _forward_causally(interpret: Any, estimator: Any, call: Any) -> tuple[jax.Ar
     is_learned = any(x.perturbed for x in jax.tree.leaves(estimator))
     estimator, call = jax.tree.map(lambda x: x.value, (estimator, call))
 
-    def attend(estimator: Estimator, call: Call) -> chunks.Read:
-        return chunks.attend(_causal_operands(lay_out(call, estimator)), interpret)
+    def attend(estimator: Estimator, call: Call) -> flash.Read:
+        return chunks.attend(_causal_operands(lay_out(estimator, call)), interpret)
 
     found = without_gradient(attend, estimator, call)
     return found.out, (estimator, call, None if is_learned else found)
@@ -197,9 +197,9 @@ def _backward_causally(interpret: Any, kept: Any, of_out: jax.Array) -> Any:
         _, pull_back = jax.vjp(xla.attend, estimator, call)
         shape = call.query.shape[:-1]
         return pull_back(of_out[:, : shape[-2]].reshape(*shape, of_out.shape[-1]))
-    operands, pull_back = jax.vjp(lambda *x: lay_out(x[1], x[0]), estimator, call)
+    operands, pull_back = jax.vjp(lay_out, estimator, call)
 
-    def gradients(operands: Operands, found: chunks.Read, of_out: jax.Array) -> Any:
+    def gradients(operands: Operands, found: flash.Read, of_out: jax.Array) -> Any:
         arrays = _causal_operands(operands)
         return chunks_gradient.gradients(arrays, found, of_out, interpret)
 

@@ -1,16 +1,22 @@
-"""Two Mosaic GPU kernels in which the vectors of one side are reduced over those of the other.
+"""Mosaic GPU kernels that sum, for each vector of one side, over all vectors of the other side.
 
-A side is the tokens or the rows of a head. A program has two warp groups that compute, each for a
-tile of its own side, and one that loads. In one kernel the own tiles stay in shared memory, and the
-other side is streamed. In the other one the other side stays, the rows of a head, and the own side
-is streamed, its tokens: with only one tile of tokens for so few rows, a program would spend most of
-its time on its beginning and its end. A ``Reduction`` says what is computed.
+One side is the tokens of a head, and the other one the rows of W. The *own* side is the one for
+whose vectors there are results. What is summed is a ``Reduction``, such as attention or a gradient.
+
+A program has two warp groups that compute, each for a tile of the own side, and a third one that
+loads. There are two schedules:
+
+- ``_stream_other``: tiles of the own side stay in shared memory, and the other side is streamed
+  past them.
+- ``_stream_own``: the rows of a head stay in shared memory, and the tokens, which are the own side,
+  are streamed past them. A program then has many tiles of tokens. With only one, it would spend
+  most of its time on its beginning and its end, because there are few rows to sum over.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -282,22 +288,11 @@ def _stream_other(
         def _() -> None:
             plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
 
-            def load(step: Any, slot: Any) -> None:
+            def load(step: Any, _: int, slot: Any) -> None:
                 first = (part * num + step) * width
                 other.copy(place, first, refs, [x.at[slot] for x in tiles], full.at[slot])
 
-            for step in range(stages):
-                load(step, step)
-
-            # To the end, because the interpreter wants all phases of a barrier to be seen.
-            @pl.loop(0, num)
-            def _(step: jax.Array) -> None:
-                slot = slot_of(step, stages)
-                plgpu.barrier_wait(free.at[slot])
-
-                @pl.when(step + stages < num)
-                def _() -> None:
-                    load(step + stages, slot)
+            load_in_turn(load, free, num, stages)
 
         @pl.when(group < WARP_GROUPS)
         def _() -> None:
@@ -382,19 +377,7 @@ def _stream_own(
                 own.copy(place, start(step, group), own_refs, targets, full.at[slot])
 
             other.copy(place, 0, refs, rows, loaded)
-            for step in range(min(stages, num)):
-                for group in range(WARP_GROUPS):
-                    load(step, group, step * WARP_GROUPS + group)
-
-            @pl.loop(0, num)
-            def _(step: jax.Array) -> None:
-                for group in range(WARP_GROUPS):
-                    slot = slot_of(step, stages) * WARP_GROUPS + group
-                    plgpu.barrier_wait(free.at[slot])
-
-                    @pl.when(step + stages < num)
-                    def _(group: int = group, slot: Any = slot) -> None:
-                        load(step + stages, group, slot)
+            load_in_turn(load, free, num, stages, WARP_GROUPS)
 
         @pl.when(group < WARP_GROUPS)
         def _() -> None:
@@ -441,6 +424,35 @@ def _blocks(length: int) -> Iterator[Any]:
         size = min(WIDEST, length - start)
         yield pl.ds(start, size)
         start += size
+
+
+def load_in_turn(
+    load: Callable[[Any, int, Any], None], free: Any, num: int, stages: int, tiles: int = 1
+) -> None:
+    """Loads the tiles of all steps, each as soon as there is memory for it.
+
+    Args:
+      load: Function of the step, the number of the tile in the step and the slot of memory, which
+        begins to copy the tile.
+      free: Barriers, one for each slot, at which those that have read a tile arrive.
+      num: Number of steps.
+      stages: Number of steps whose tiles have memory at once.
+      tiles: Number of tiles of a step.
+    """
+    for step in range(min(stages, num)):
+        for tile in range(tiles):
+            load(step, tile, step * tiles + tile)
+
+    # To the end, because the interpreter wants all phases of a barrier to be seen.
+    @pl.loop(0, num)
+    def _(step: jax.Array) -> None:
+        for tile in range(tiles):
+            slot = slot_of(step, stages) * tiles + tile
+            plgpu.barrier_wait(free.at[slot])
+
+            @pl.when(step + stages < num)
+            def _(tile: int = tile, slot: Any = slot) -> None:
+                load(step + stages, tile, slot)
 
 
 def slot_of(step: jax.Array, stages: int) -> jax.Array:
