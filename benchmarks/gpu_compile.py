@@ -39,7 +39,7 @@ SLACK = 1.02
 
 def in_kernels(q, k, v, w, is_causal=False):
     """Attends in the fused kernels, which without a GPU refuse a call from outside."""
-    estimator = RandomFeatureMechanism(w).estimator()
+    estimator = RandomFeatureMechanism(w)
     call = Call.of(q, k, v, is_causal=is_causal)
     return backend.attend_compiled(estimator, call, interpret=None)
 

@@ -9,7 +9,6 @@ import pytest
 
 import simrf_jax
 from simrf_jax import feature_maps
-from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.random_features import xla
 from tests import platforms
@@ -54,7 +53,7 @@ def rows(shared):
 def attend(function, given, w, feature_map):
     @jax.jit
     def outputs(given, w, feature_map):
-        inputs, features = Estimator(w, feature_map).lay_out(given)
+        inputs, features = simrf_jax.RandomFeatureMechanism(w, feature_map).lay_out(given)
         return inputs.outputs(function(inputs, features, None))
 
     return outputs(given, w, feature_map)

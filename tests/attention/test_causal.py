@@ -4,8 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import Projection, feature_maps, random_feature_attention
-from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax import (
+    Projection,
+    RandomFeatureMechanism,
+    feature_maps,
+    random_feature_attention,
+)
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.random_features.causal import causal_attention
 from simrf_jax._src.attention.random_features.state import AttentionState
@@ -252,7 +256,7 @@ def test_the_last_state_is_that_of_the_last_segment():
     @jax.jit
     def last_state(*qkv, **options):
         arguments = Call(*map(jnp.asarray, qkv), **options)
-        estimator = Estimator(projection(), feature_maps.Positive())
+        estimator = RandomFeatureMechanism(projection(), feature_maps.Positive())
         given, features = estimator.lay_out(arguments)
         empty = AttentionState.empty(given, features)
         return causal_attention(given, features, empty, chunk_size=4)[1]

@@ -215,9 +215,8 @@ def test_refuses_maps_of_other_kernels(feature_map):
         random_feature_attention(
             q, k, v, projection(), feature_map=feature_map, exact_bandwidth=BANDWIDTH
         )
-    mechanism = RandomFeatureMechanism(projection(), feature_map, exact_bandwidth=BANDWIDTH)
     with pytest.raises(ValueError, match=match):
-        mechanism.init(**SIZES)
+        RandomFeatureMechanism(projection(), feature_map, exact_bandwidth=BANDWIDTH)
 
 
 @pytest.mark.slow

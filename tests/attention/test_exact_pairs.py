@@ -49,7 +49,7 @@ def test_errors_are_those_of_attention(case):
 
     mechanism = simrf_jax.RandomFeatureMechanism(w)
     call = Call.of(q, k, v, **options)
-    estimated, exact = jax.jit(log_kernels)(mechanism.estimator(), call)
+    estimated, exact = jax.jit(log_kernels)(mechanism, call)
     pairs = ExactPairs.of(case["exact_bandwidth"], case["exact_keys"])
     found = head_errors(estimated, exact, jnp.asarray(v), jnp.asarray(counts), pairs)
     np.testing.assert_allclose(found.relative_error, error / norm, rtol=1e-4, atol=1e-10)

@@ -248,9 +248,8 @@ def test_refuses_rows_of_fixed_norms(name):
         features(jnp.ones(w.shape[-1]), w, -0.1)
     with pytest.raises(ValueError, match=match):
         random_feature_attention(*inputs(5, dim=w.shape[-1]), w, feature_map=own)
-    mechanism = simrf_jax.RandomFeatureMechanism(w, own)
     with pytest.raises(ValueError, match=match):
-        mechanism.init(num_key_heads=2, head_dim=w.shape[-1], value_dim=2)
+        simrf_jax.RandomFeatureMechanism(w, own)
     with pytest.raises(ValueError, match=match):
         simrf_jax.attention_matrix(*inputs(5, dim=w.shape[-1])[:2], w, feature_map=own)
 

@@ -2,7 +2,9 @@
 
 A call of random-feature attention takes these steps:
 
-1. ``Call.of`` (``inputs/call.py``) checks the arguments and holds them in one record.
+1. ``Call.of`` (``inputs/call.py``) checks the arrays and holds them in one record.
+   ``RandomFeatureMechanism`` checks W, the feature map and the options. Its base class
+   ``Estimator`` (``estimator.py``) is what the next steps read.
 2. ``choose`` (``implementations.py``) takes the first implementation that has no reason against the
    call. A new one is a module with a line in ``ENTRIES``. XLA's takes every call
    (``random_features/xla.py``).

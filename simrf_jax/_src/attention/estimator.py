@@ -35,7 +35,6 @@ from simrf_jax._src.features import (
 from simrf_jax._src.features.folded import Folded
 from simrf_jax._src.projections import StructuredProjection
 
-ONE_DEVICE = MeshAxes()
 CHUNK_SIZE = 64  # Default number of keys per chunk of causal and packed attention.
 
 KeyRule: TypeAlias = Literal["mass", "score"]
@@ -335,32 +334,31 @@ class KeyChoice:
             )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["projection", "feature_map", "exact_keys"],
-    meta_fields=["chunk_size", "exact_bandwidth", "sequence_axes", "mesh_axes"],
-)
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Estimator:
-    """Random-feature attention with its checked fields.
+    """The checked fields of ``RandomFeatureMechanism``, and the layout of a call for them.
 
-    Attributes:
-      projection: W, for all heads or one for each key head; None for a map that needs none.
-      feature_map: The feature map.
-      chunk_size: Number of keys per chunk of causal and packed attention, a power of two.
-      exact_bandwidth: Distance over which a query sees keys exactly; None for no band.
-      sequence_axes: Mesh axes that shard the length, as the caller named them.
-      mesh_axes: Mesh axes of batch and heads, for kernels.
-      exact_keys: Keys that all queries see exactly; None for none.
+    Implementations read these fields. They are described in ``RandomFeatureMechanism``, which
+    derives from this class and chooses an implementation.
     """
 
     projection: Float[Array, "*K num_features H"] | StructuredProjection | None
     feature_map: FeatureMap
-    chunk_size: int = CHUNK_SIZE
-    exact_bandwidth: int | None = None
-    sequence_axes: Axes = ()
-    mesh_axes: MeshAxes = ONE_DEVICE
-    exact_keys: KeyChoice | None = None
+    chunk_size: int
+    sequence_axis: Axes | None
+    batch_axis: Axes | None
+    head_axis: Axes | None
+    implementation: tuple[str, ...] | None
+    exact_bandwidth: int | None
+    exact_keys: KeyChoice | None
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+    @property
+    def mesh_axes(self) -> MeshAxes:
+        """Mesh axes of batch and heads, for kernels."""
+        return MeshAxes(self.batch_axis or (), self.head_axis or ())
 
     def lay_out(self, call: Call, *, scaled: bool | None = None) -> tuple[Inputs, HeadMaps]:
         """Lays a call out for random features, with a W for each head.

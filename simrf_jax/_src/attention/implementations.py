@@ -63,17 +63,18 @@ def names_of(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(asked)
 
 
-def choose(asked: Sequence[str] | None, estimator: Estimator, call: Call) -> Entry:
+def choose(estimator: Estimator, call: Call) -> Entry:
     """Returns the first implementation that takes a call.
 
     Args:
-      asked: Names to try in order; None for those preferred on this platform.
-      estimator: W, the feature map and options.
+      estimator: W, the feature map and options. Its ``implementation`` is the names to try in
+        order; None for those preferred on this platform.
       call: The call.
 
     Raises:
       ValueError: If none of those asked for can take the call.
     """
+    asked = estimator.implementation
     if asked is None:
         platform = jax.default_backend()
         names = [name for name, entry in ENTRIES.items() if platform == entry.PLATFORM]

@@ -32,7 +32,7 @@ def reason_against_call(estimator: Estimator, call: Call) -> str | None:
     """
     if estimator.exact_keys is not None:
         return "they have no exact_keys"
-    if estimator.sequence_axes:
+    if estimator.sequence_axis:
         return "they are for whole sequences, got a call with a sequence_axis"
     estimator.check_heads(call)
     return None

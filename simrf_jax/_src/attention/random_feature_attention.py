@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import SupportsIndex, Unpack, cast
+from typing import SupportsIndex, Unpack
 
-import jax
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from simrf_jax._src import checks, one_line
+from simrf_jax._src import checks
 from simrf_jax._src.attention.estimator import (
     CHUNK_SIZE,
     Estimator,
-    ExactKeys,
     ExactKeysLike,
     KeyChoice,
     check_band,
     compiled,
 )
 from simrf_jax._src.attention.implementations import Implementation, choose, names_of
-from simrf_jax._src.attention.inputs.call import Axes, Call, KeyOptions, check_keywords
+from simrf_jax._src.attention.inputs.call import Call, KeyOptions, check_keywords
 from simrf_jax._src.attention.inputs.masks import Lengths, Mask
-from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.attention.mechanism import Mechanism, check_kind
 from simrf_jax._src.attention.random_features import decoding
 from simrf_jax._src.attention.random_features.decoding import State
 from simrf_jax._src.attention.random_features.state import AttentionState
 from simrf_jax._src.attention.random_features.virtual_tokens import VirtualTokens, virtual_tokens
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
+from simrf_jax._src.features.feature_map import register
 from simrf_jax._src.projections import ProjectionLike, as_projection
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["projection", "feature_map", "exact_keys"],
-    meta_fields=[
-        "chunk_size",
-        "sequence_axis",
-        "batch_axis",
-        "head_axis",
-        "implementation",
-        "exact_bandwidth",
-    ],
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class RandomFeatureMechanism(Mechanism[State]):
+class RandomFeatureMechanism(Estimator, Mechanism[State]):
     """Random-feature attention with a projection and a feature map.
 
     Attributes:
@@ -83,45 +66,55 @@ class RandomFeatureMechanism(Mechanism[State]):
       True
     """
 
-    projection: ProjectionLike | None
-    feature_map: FeatureMapLike = "positive"
-    chunk_size: SupportsIndex | None = None
-    sequence_axis: str | tuple[str, ...] | None = None
-    batch_axis: str | tuple[str, ...] | None = None
-    head_axis: str | tuple[str, ...] | None = None
-    implementation: Implementation | Sequence[Implementation] | None = None
-    exact_bandwidth: SupportsIndex | None = None
-    exact_keys: ExactKeysLike | KeyChoice | None = None
+    _static = (
+        "chunk_size",
+        "sequence_axis",
+        "batch_axis",
+        "head_axis",
+        "implementation",
+        "exact_bandwidth",
+    )
 
-    def __repr__(self) -> str:
-        return one_line.representation(self)
+    def __init__(
+        self,
+        projection: ProjectionLike | None,
+        feature_map: FeatureMapLike = "positive",
+        chunk_size: SupportsIndex | None = None,
+        sequence_axis: str | tuple[str, ...] | None = None,
+        batch_axis: str | tuple[str, ...] | None = None,
+        head_axis: str | tuple[str, ...] | None = None,
+        implementation: Implementation | Sequence[Implementation] | None = None,
+        exact_bandwidth: SupportsIndex | None = None,
+        exact_keys: ExactKeysLike | KeyChoice | None = None,
+    ) -> None:
+        """Checks the fields, and replaces names by what they stand for.
 
-    def __post_init__(self) -> None:
-        """Checks the fields, and replaces names by what they stand for: a feature map, tuples."""
-        if self.implementation is not None:
-            object.__setattr__(self, "implementation", names_of(self.implementation))
-        for name in ("sequence_axis", "batch_axis", "head_axis"):
-            if (axes := getattr(self, name)) is not None:
-                object.__setattr__(self, name, checks.axis_names(name, axes))
-        if self.chunk_size is not None:
-            checks.power_of_two("chunk_size", self.chunk_size)
-        if self.exact_bandwidth is not None:
-            checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
-        # JAX also builds this record with other leaves, which need no check.
-        given = self.exact_keys
-        if isinstance(given, int | np.integer | np.ndarray | jax.Array | list | tuple | ExactKeys):
-            object.__setattr__(self, "exact_keys", KeyChoice.of(given))
-        if isinstance(self.feature_map, str) or callable(self.feature_map):
-            object.__setattr__(self, "feature_map", as_feature_map(self.feature_map))
+        Raises:
+          TypeError: If a field is of a wrong type.
+          ValueError: If a field is out of range, or the fields do not fit together.
+        """
+        feature_map = as_feature_map(feature_map)
+        w = None if projection is None else as_projection(projection)
+        feature_map.check_norms(w)
+        super().__init__(
+            w,
+            feature_map,
+            CHUNK_SIZE if chunk_size is None else checks.power_of_two("chunk_size", chunk_size),
+            checks.axis_names("sequence_axis", sequence_axis) or None,
+            checks.axis_names("batch_axis", batch_axis) or None,
+            checks.axis_names("head_axis", head_axis) or None,
+            names_of(implementation),
+            None if exact_bandwidth is None else check_band(exact_bandwidth, feature_map),
+            None if exact_keys is None else KeyChoice.of(exact_keys),
+        )
 
     def in_order(self, call: Call) -> bool:
         """Returns whether a call is causal or packed, or there is an exact band."""
-        return call.in_order(None if self.exact_bandwidth is None else int(self.exact_bandwidth))
+        return call.in_order(self.exact_bandwidth)
 
     def attend_to(self, call: Call) -> Float[Array, "*batch T N D"]:
         """Returns ``random_feature_attention`` of a call."""
-        estimator = self.estimator()
-        return choose(self.implementation, estimator, call).attend(estimator, call)
+        return choose(self, call).attend(self, call)
 
     def init_for(self, call: Call) -> State:
         """Returns the state before any tokens, for tokens like those of a call.
@@ -131,14 +124,12 @@ class RandomFeatureMechanism(Mechanism[State]):
         With an exact band, it is an ``ExactBandState`` of either and of a window of the last
         ``exact_bandwidth`` keys.
         """
-        estimator = self.estimator()
-        return compiled(decoding.empty_state, estimator.feature_map)(estimator, call)
+        return compiled(decoding.empty_state, self.feature_map)(self, call)
 
     def step_to(self, state: State, call: Call) -> tuple[Float[Array, "*batch T N D"], State]:
         """Attends to a state and, causally, to new tokens."""
-        estimator = self.estimator()
-        decoding.check_state(estimator, state, call)
-        return compiled(decoding.step, estimator.feature_map)(estimator, state, call)
+        decoding.check_state(self, state, call)
+        return compiled(decoding.step, self.feature_map)(self, state, call)
 
     def append(
         self,
@@ -173,9 +164,8 @@ class RandomFeatureMechanism(Mechanism[State]):
         """
         check_keywords("append", options, KeyOptions.__optional_keys__)
         call = Call.of(key, key, value, **options)  # Keys stand in for the queries.
-        estimator = self.estimator()
-        decoding.check_state(estimator, state, call)
-        return compiled(decoding.append, estimator.feature_map)(estimator, state, call)
+        decoding.check_state(self, state, call)
+        return compiled(decoding.append, self.feature_map)(self, state, call)
 
     def virtual_tokens(
         self,
@@ -228,33 +218,11 @@ class RandomFeatureMechanism(Mechanism[State]):
           True
         """
         check_kind(state, AttentionState)
-        return virtual_tokens(self.estimator(), state, query, scale)
+        return virtual_tokens(self, state, query, scale)
 
-    def estimator(self) -> Estimator:
-        """Returns the checked fields, which implementations read.
 
-        Raises:
-          TypeError: If a field is of a wrong type.
-          ValueError: If the fields do not fit together.
-        """
-        feature_map = as_feature_map(self.feature_map)
-        w = None if self.projection is None else as_projection(self.projection)
-        feature_map.check_norms(w)
-        bandwidth = self.exact_bandwidth
-        if bandwidth is not None:
-            bandwidth = check_band(bandwidth, feature_map)
-        of_length, of_batch, of_heads = (
-            cast(Axes, axes or ()) for axes in (self.sequence_axis, self.batch_axis, self.head_axis)
-        )
-        return Estimator(
-            w,
-            feature_map,
-            CHUNK_SIZE if self.chunk_size is None else int(self.chunk_size),
-            bandwidth,
-            of_length,
-            MeshAxes(of_batch, of_heads),
-            None if self.exact_keys is None else KeyChoice.of(self.exact_keys),
-        )
+# Without its constructor, which would refuse the placeholders that JAX puts in place of leaves.
+register(RandomFeatureMechanism)
 
 
 def random_feature_attention(

@@ -26,7 +26,7 @@ def loss_of_call(request: Request, mechanism: RandomFeatureMechanism) -> jax.Arr
         )
     query, key = jax.lax.stop_gradient((call.query, call.key))
     call = dataclasses.replace(call, query=query, key=key, value=key)
-    loss = loss_of(mechanism.estimator(), call)
+    loss = loss_of(mechanism, call)
     for valid in request.valid:
         loss = jnp.where(jnp.all(valid), loss, jnp.nan)
     return loss

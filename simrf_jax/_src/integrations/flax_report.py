@@ -135,7 +135,7 @@ def _report(seen: SeenCall, relative_error: float) -> LayerReport:
     """Returns the report of one layer."""
     mechanism, request = seen.mechanism, seen.request
     real = None if request.real is None else jnp.swapaxes(request.real[..., 0], -1, -2)
-    report = report_of(mechanism.estimator(), request.call, real=real)
+    report = report_of(mechanism, request.call, real=real)
     counts = report.softmax_effective_rank != 0  # False where no query of a sequence sees a key.
     queries, keys = _moments(request)
     return LayerReport(

@@ -86,9 +86,8 @@ def distillation_loss(
     mechanism = RandomFeatureMechanism(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
-    estimator = mechanism.estimator()
     call = Call.of(query, key, key, **options)
-    return compiled(loss_of, estimator.feature_map)(estimator, call)
+    return compiled(loss_of, mechanism.feature_map)(mechanism, call)
 
 
 def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:

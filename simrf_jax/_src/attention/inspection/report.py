@@ -84,9 +84,8 @@ def attention_matrix(
     mechanism = RandomFeatureMechanism(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
-    estimator = mechanism.estimator()
     call = Call.of(query, key, key, **options)
-    return compiled(_weights, estimator.feature_map)(estimator, call)
+    return compiled(_weights, mechanism.feature_map)(mechanism, call)
 
 
 def _weights(estimator: Estimator, call: Call) -> Float[Array, "*batch N T S"]:
@@ -172,7 +171,7 @@ def attention_report(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
     call = Call.of(query, key, key if value is None else value, **options)
-    return report_of(mechanism.estimator(), call, has_value=value is not None)
+    return report_of(mechanism, call, has_value=value is not None)
 
 
 def report_of(

@@ -44,12 +44,13 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
 def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
     """Returns the attention of a call, on one device or over a sharded length."""
     in_order = call.in_order(estimator.exact_bandwidth)
-    if estimator.sequence_axes or call.explicit_axes(in_order=in_order):
-        shards = find_shards(call, estimator.sequence_axes, in_order=in_order)
+    axes = estimator.sequence_axis or ()
+    if axes or call.explicit_axes(in_order=in_order):
+        shards = find_shards(call, axes, in_order=in_order)
         if estimator.exact_keys is not None:
             raise ValueError(
                 "exact_keys are for lengths that no mesh axes shard, got lengths over "
-                f"{estimator.sequence_axes or shards.axes}."
+                f"{axes or shards.axes}."
             )
         if call.key.shape[-3] > 0:  # Without keys, devices have nothing to exchange.
             return attend_over_devices(estimator, call, shards)

@@ -221,7 +221,7 @@ def _log_kernels(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns ``log_kernels`` of a call, ``[..., N, T, S]``, and False at queries of padding."""
     counts, _ = flax_calibration.real_tokens(request)
-    return *log_kernels(mechanism.estimator(), request.call), counts
+    return *log_kernels(mechanism, request.call), counts
 
 
 @functools.partial(jax.jit, static_argnames="optimizer")
