@@ -137,8 +137,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{CORE}/state.py",
-        "+ other.sums * jnp.exp(other.shift - unit)",
-        "+ other.sums",
+        "own + other.sums * exp_in_units(other.shift, shift)",
+        "own + other.sums",
         MODES,
     ),
     Mutant(

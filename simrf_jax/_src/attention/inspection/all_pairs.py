@@ -12,7 +12,7 @@ from simrf_jax._src.attention.estimator import Estimator, HeadMaps
 from simrf_jax._src.attention.inputs.call import Call, Inputs
 from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
 from simrf_jax._src.attention.random_features.kept_keys import kept_pairs
-from simrf_jax._src.attention.random_features.state import largest, or_zero, signed_exp
+from simrf_jax._src.attention.random_features.state import exp_in_units, largest
 from simrf_jax._src.features import LogFeatures
 
 # Above it, no significant term of a sum of feature products underflows.
@@ -39,7 +39,7 @@ class KernelRows(NamedTuple):
             jnp.where(empty, -jnp.inf, part.log_scale)
             for empty, part in zip(is_empty, parts, strict=True)
         ]
-        shift = or_zero(jnp.maximum(*scales))
+        shift = _or_zero(jnp.maximum(*scales))
         one, another = (
             part.kernel * jnp.exp(scale - shift) for part, scale in zip(parts, scales, strict=True)
         )
@@ -175,8 +175,8 @@ def _feature_products(
         exponent = query.exponent[..., None, :] + keys.exponent
         visible = log_weights > -jnp.inf
         exponent = jnp.where(visible, exponent + log_weights, -jnp.inf)
-        shift = or_zero(largest(exponent, axis=(-2, -1)))
-        phi = signed_exp(exponent - shift, keys.values)
+        shift = _or_zero(largest(exponent, axis=(-2, -1)))
+        phi = exp_in_units(exponent, shift, keys.values)
         if query.values is not None:
             phi = phi * query.values[..., None, :]
         return KernelRows(jnp.sum(phi, axis=-1), shift[..., 0])
@@ -194,11 +194,11 @@ def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Arra
     """
     maxima = largest(keys.exponent, axis=1)
     logits = queries.exponent + maxima[:, :, :, None]
-    shift = or_zero(largest(logits, axis=-1))
+    shift = _or_zero(largest(logits, axis=-1))
     products = jnp.einsum(
         "btkgm,bskm->btkgs",
         jnp.exp(logits - shift),
-        jnp.exp(keys.exponent - or_zero(maxima)),
+        exp_in_units(keys.exponent, maxima),
         precision=jax.lax.Precision.HIGHEST,
     )
     # A vector whose features are all zero has kernel zero with all others.
@@ -241,7 +241,7 @@ def _estimated_rows(
 
 def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> KernelRows:
     logits = jnp.where(log_weights > -jnp.inf, _logits(inputs) + log_weights, -jnp.inf)
-    shift = or_zero(largest(logits, axis=-1))
+    shift = _or_zero(largest(logits, axis=-1))
     poisoned = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
     return KernelRows(jnp.where(poisoned, jnp.nan, jnp.exp(logits - shift)), shift)
 
@@ -249,3 +249,8 @@ def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> Ker
 def _logits(inputs: Inputs) -> Float[Array, "B T K G S"]:
     highest = jax.lax.Precision.HIGHEST
     return jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
+
+
+def _or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
+    return jnp.where(shift == -jnp.inf, 0, shift)

@@ -29,11 +29,10 @@ from simrf_jax._src.attention.inputs.call import Inputs, contract
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
+    exp_in_units,
     join_length,
     largest,
-    or_zero,
     pad,
-    signed_exp,
     split_length,
     weigh,
     with_ones,
@@ -75,7 +74,7 @@ def in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G
     overflows = ~(read.log_scale < jnp.inf)
     log_scale = jnp.where(overflows, -jnp.inf, read.log_scale)
     unit = jax.lax.stop_gradient(log_scale)
-    factor = jnp.exp(log_scale - or_zero(unit))  # One, or zero; it carries the gradient.
+    factor = exp_in_units(log_scale, unit)  # One, or zero; it carries the gradient.
     readout = Readout(read.readout.sums * factor, read.readout.shift + unit)
     return readout, read.poisoned | overflows[..., 0]
 
@@ -337,31 +336,6 @@ class _Visibility(NamedTuple):
         return jnp.any(self.pairs(flags.shape[1])[..., None] & flags[:, None], axis=2)
 
 
-class _ChunkResult(NamedTuple):
-    """The result of a chunk.
-
-    Attributes:
-      readout: Sums that its queries read.
-      state: The keys of its last segment, up to its end.
-    """
-
-    readout: Readout
-    state: AttentionState
-
-    def where(
-        self, of_queries: Bool[Array, "B C K"], of_state: Bool[Array, "B K"], other: _ChunkResult
-    ) -> _ChunkResult:
-        """Returns ``other`` for some queries and states, and this result for the rest."""
-        of_queries, of_state = of_queries[..., None, None], of_state[..., None]
-        sums = jnp.where(of_queries, other.readout.sums, self.readout.sums)
-        shift = jnp.where(of_queries, other.readout.shift, self.readout.shift)
-        state = AttentionState(
-            jnp.where(of_state[..., None], other.state.sums, self.state.sums),
-            jnp.where(of_state, other.state.maxima, self.state.maxima),
-        )
-        return _ChunkResult(Readout(sums, shift), state)
-
-
 def _attend_chunk(
     features: HeadMaps, with_own_key: bool, carry: Carry, chunk: Tokens
 ) -> tuple[Carry, Scanned]:
@@ -388,33 +362,43 @@ def _attend_chunk(
     is_large = jnp.any(relative > limit, axis=-1)
     # Minus infinity also where both are: their difference, NaN, is not below the limit.
     relative = jnp.where(relative <= limit, relative, -jnp.inf)
-    in_units = _KeysInUnits(signed_exp(relative, keys.values), keys.exponent, units)
-    found = _ChunkResult(
-        _read_in_units(queries, in_units, visible, carry, chunk, visibility),
-        _add_in_units(kept.state, in_units, chunk.value, visibility.in_last),
-    )
+    weights = exp_in_units(relative, jnp.zeros(()), keys.values)
+    in_units = _KeysInUnits(weights, keys.exponent, units)
+    readout = _read_in_units(queries, in_units, visible, carry, chunk, visibility)
+    state = _add_in_units(kept.state, in_units, chunk.value, visibility.in_last)
     in_last = visibility.in_last[..., None]
 
-    def by_pairs(found: _ChunkResult) -> _ChunkResult:
+    def by_pairs(readout: Readout, state: AttentionState) -> tuple[Readout, AttentionState]:
         earlier = carry.state.read(hide(queries, visibility.carried), chunk.value.dtype)
         pairs = visibility.pairs(chunk.value.shape[1])
-        readout = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
-        more = AttentionState.of(hide(keys, visibility.in_last), chunk.value)
+        in_pairs = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
+        with_all = kept.state.add_keys(hide(keys, visibility.in_last), chunk.value)
         # Replace only results that involve a large key, so that its rounding reaches no other
         # output.
-        of_queries, of_state = visibility.any(is_large), jnp.any(is_large & in_last, axis=1)
-        return found.where(of_queries, of_state, _ChunkResult(readout, kept.state.merge(more)))
+        of_queries = visibility.any(is_large)[..., None, None]
+        of_state = jnp.any(is_large & in_last, axis=1)[..., None]
+        readout = Readout(
+            jnp.where(of_queries, in_pairs.sums, readout.sums),
+            jnp.where(of_queries, in_pairs.shift, readout.shift),
+        )
+        state = AttentionState(
+            jnp.where(of_state[..., None], with_all.sums, state.sums),
+            jnp.where(of_state, with_all.maxima, state.maxima),
+        )
+        return readout, state
 
     # The barrier keeps XLA from computing the same numbers in two ways, one for each branch. Each
     # part has its own barrier, because queries may vary over mesh axes that keys do not vary over.
-    found = _ChunkResult(*map(jax.lax.optimization_barrier, found))
-    found = jax.lax.cond(_any(is_large), jax.checkpoint(by_pairs), lambda found: found, found)
+    found = map(jax.lax.optimization_barrier, (readout, state))
+    readout, state = jax.lax.cond(
+        _any(is_large), jax.checkpoint(by_pairs), lambda *found: found, *found
+    )
     sees_nonfinite = (carry.poisoned[:, None] & visibility.carried[..., None]) | visibility.any(
         nonfinite
     )
-    scanned = Scanned(found.readout, queries.log_scale, no_features | sees_nonfinite[..., None])
+    scanned = Scanned(readout, queries.log_scale, no_features | sees_nonfinite[..., None])
     poisoned = kept.poisoned | jnp.any(nonfinite & in_last, axis=1)
-    return Carry(found.state, poisoned, kept.segment), scanned
+    return Carry(state, poisoned, kept.segment), scanned
 
 
 @jax.custom_batching.custom_vmap
@@ -553,7 +537,7 @@ def _add_in_units(
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(exponent, axis=1), 1))
     features = jnp.where(visible, keys.features, 0)
     more = contract("bskm,bskd->bkmd", features, value)
-    unit = jnp.exp(keys.units.of_keys[:, -1] - or_zero(maxima))[..., None]
+    unit = exp_in_units(keys.units.of_keys[:, -1], maxima)[..., None]
     return AttentionState(state.in_units_of(maxima) + more * unit, maxima)
 
 
@@ -579,6 +563,6 @@ def _read_pairs(
     sees = jnp.transpose(pairs, (2, 0, 1))[..., None, None]
     units = jnp.where(sees, units, -jnp.inf)
     shift = largest(units, axis=0)
-    weights = weights * jnp.exp(units - or_zero(shift))
+    weights = weights * exp_in_units(units, shift)
     sums = contract("sbqkg,bskd->bqkgd", weights, value)
     return Readout(sums, jnp.squeeze(shift, 0)[..., None])

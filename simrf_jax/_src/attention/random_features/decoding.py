@@ -31,7 +31,7 @@ from simrf_jax._src.attention.random_features.kept_keys import (
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     attend_to_state,
-    in_units_of,
+    exp_in_units,
     largest,
     state_of,
     with_ones,
@@ -227,7 +227,7 @@ def attend_to_next(
     queries = features.queries(inputs.query)
     value = with_ones(inputs.value)
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(keys.exponent, axis=1), 1))
-    phi = jnp.squeeze(in_units_of(maxima, keys), 1)
+    phi = jnp.squeeze(exp_in_units(keys.exponent, maxima[:, None], keys.values), 1)
     sums = state.in_units_of(maxima) + phi[..., None] * value[:, 0, :, None]
     state, poisoned = AttentionState(sums, maxima), poisoned | nonfinite[:, 0]
     out = attend_to_state(queries, state, poisoned, dtype=value.dtype)

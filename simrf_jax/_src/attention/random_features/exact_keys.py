@@ -22,10 +22,9 @@ from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Keys,
     Readout,
-    in_units_of,
+    exp_in_units,
     join_length,
     largest,
-    or_zero,
     split_length,
     sum_keys,
     weigh,
@@ -139,7 +138,7 @@ class SharedKeys(NamedTuple):
             sees &= of_keys == segments[:, : query.shape[1], None, None]
         logits = jnp.where(sees[:, :, :, None], self.logits(query), -jnp.inf)
         shift = largest(logits, axis=-1)
-        sums = contract("btkgs,bskd->btkgd", jnp.exp(logits - or_zero(shift)), self.value)
+        sums = contract("btkgs,bskd->btkgd", exp_in_units(logits, shift), self.value)
         poisoned = jnp.any(sees & jnp.moveaxis(self.nonfinite, 1, -1)[:, None], axis=-1)
         return Readout(sums, shift), jnp.broadcast_to(poisoned[..., None], query.shape[:-1])
 
@@ -203,7 +202,7 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     """
     inputs, features = jax.lax.stop_gradient((inputs, features))
     # Only denominators are needed.
-    keys = Keys.in_chunks(dataclasses.replace(inputs, value=inputs.value[..., :1]))
+    keys = Keys.of(dataclasses.replace(inputs, value=inputs.value[..., :1]), SUMMARY_CHUNK)
     state, _ = sum_keys(keys, features)
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
     is_hidden = inputs.key_log_weights == -jnp.inf
@@ -235,8 +234,9 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     shares, _ = jax.lax.scan(add, jnp.zeros_like(state.sums[..., 0]), queries)
 
     def mass(chunk: Keys) -> Float[Array, "B S K"]:
-        phi = in_units_of(state.maxima, features.keys(chunk.key, chunk.key_log_weights).features)
-        return contract("bskm,bkmd->bskd", phi, shares[..., None])[..., 0]
+        phi = features.keys(chunk.key, chunk.key_log_weights).features
+        weights = exp_in_units(phi.exponent, state.maxima[:, None], phi.values)
+        return contract("bskm,bkmd->bskd", weights, shares[..., None])[..., 0]
 
     masses = join_length(jax.lax.map(mass, keys), key_length)
     return jnp.where(is_hidden, -jnp.inf, masses)

@@ -26,9 +26,9 @@ from simrf_jax._src.attention.random_features.causal import (
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
+    exp_in_units,
     join_length,
     largest,
-    or_zero,
     pad,
     split_length,
     with_ones,
@@ -300,7 +300,7 @@ def _read(
     logits += keys.log_weights.mT[:, :, None, None]
     logits = jnp.where(jnp.moveaxis(sees, 3, 1)[:, :, None], logits, -jnp.inf)
     shift = largest(logits, axis=-1)
-    weights = jnp.exp(logits - or_zero(shift))
+    weights = exp_in_units(logits, shift)
     sums = contract("bkgts,bskd->bkgtd", weights, with_ones(keys.value))
     return Readout(jnp.moveaxis(sums, 3, 1), jnp.moveaxis(shift, 3, 1))
 

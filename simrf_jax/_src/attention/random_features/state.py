@@ -38,9 +38,8 @@ class Readout(NamedTuple):
     def add(self, other: Readout) -> Readout:
         """Returns what is read from two states together."""
         shift = jnp.maximum(self.shift, other.shift)
-        unit = or_zero(shift)
-        sums = self.sums * jnp.exp(self.shift - unit) + other.sums * jnp.exp(other.shift - unit)
-        return Readout(sums, shift)
+        own = self.sums * exp_in_units(self.shift, shift)
+        return Readout(own + other.sums * exp_in_units(other.shift, shift), shift)
 
     def outputs(self) -> Float[Array, "*queries D"]:
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
@@ -71,20 +70,21 @@ class AttentionState(NamedTuple):
         return one_line.representation(self)
 
     @classmethod
-    def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
-        """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
-        maxima = jnp.squeeze(largest(keys.exponent, axis=1), 1)
-        return cls(contract("bskm,bskd->bkmd", in_units_of(maxima, keys), value), maxima)
-
-    @classmethod
     def empty(cls, keys: Inputs | Keys, features: HeadMaps) -> AttentionState:
         """Returns the state of no keys, for keys like these."""
         phi, _ = features.keys(keys.key[:, :0], keys.key_log_weights[:, :0])
-        # Not AttentionState.of, because an empty einsum fails in shard_map without jit (jax
+        # Not a contraction, because an empty einsum fails in shard_map without jit (jax
         # 0.10.2).
-        weights = signed_exp(phi.exponent, phi.values)[..., None]
+        weights = exp_in_units(phi.exponent, jnp.zeros(()), phi.values)[..., None]
         sums = jnp.sum(weights * with_ones(keys.value[:, :0])[:, :, :, None], axis=1)
         return cls(sums, jnp.squeeze(largest(phi.exponent, axis=1), 1))
+
+    def add_keys(self, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
+        """Returns the state with keys ``[B, S, K, ...]`` of values ``[B, S, K, D + 1]``."""
+        maxima = jnp.maximum(self.maxima, jnp.squeeze(largest(keys.exponent, axis=1), 1))
+        weights = exp_in_units(keys.exponent, maxima[:, None], keys.values)
+        more = contract("bskm,bskd->bkmd", weights, value)
+        return AttentionState(self.in_units_of(maxima) + more, maxima)
 
     def merge(self, other: AttentionState) -> AttentionState:
         """Returns the state of the keys of both."""
@@ -95,7 +95,7 @@ class AttentionState(NamedTuple):
         self, maxima: Float[Array, "B K #num_features"]
     ) -> Float[Array, "B K num_features columns"]:
         """Returns the sums relative to other maxima, at least as large."""
-        return self.sums * jnp.exp(self.maxima - or_zero(maxima))[..., None]
+        return self.sums * exp_in_units(self.maxima, maxima)[..., None]
 
     def where(self, condition: Bool[Array, " B"]) -> AttentionState:
         """Returns the state where ``condition``, ``[B]``, is True, and an empty one elsewhere."""
@@ -146,26 +146,22 @@ class Keys(NamedTuple):
     key_log_weights: Float[Array, "*chunks B S K"]
 
     @classmethod
-    def in_one_chunk(cls, inputs: Inputs) -> Keys:
-        """Returns the keys in one chunk."""
-        return cls(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
-
-    @classmethod
-    def in_chunks(cls, inputs: Inputs) -> Keys:
-        """Returns the keys in chunks; few keys, or a symbolic number of them, in one chunk."""
-        length = inputs.key.shape[1]
-        if not isinstance(length, int) or length <= SUMMARY_CHUNK:
-            return cls.in_one_chunk(inputs)
+    def of(cls, inputs: Inputs, size: int | None = None) -> Keys:
+        """Returns the keys in chunks; in one, if there is no size or the length is symbolic."""
+        key, value, log_weights = inputs.key, inputs.value, inputs.key_log_weights
+        length = key.shape[1]
+        if size is None or not isinstance(length, int) or length <= size:
+            return cls(key[None], value[None], log_weights[None])
         return cls(
-            split_length(inputs.key, SUMMARY_CHUNK, None),
-            split_length(inputs.value, SUMMARY_CHUNK, 0),
-            split_length(inputs.key_log_weights, SUMMARY_CHUNK, -jnp.inf),
+            split_length(key, size, None),
+            split_length(value, size, 0),
+            split_length(log_weights, size, -jnp.inf),
         )
 
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
     """Returns the state of all keys, with the features of one chunk in memory at a time."""
-    state, poisoned = sum_keys(Keys.in_chunks(inputs), features)
+    state, poisoned = sum_keys(Keys.of(inputs, SUMMARY_CHUNK), features)
     return state.poison(poisoned)
 
 
@@ -179,7 +175,7 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
         phi, nonfinite = features.keys(chunk.key, chunk.key_log_weights)
         maxima = jnp.squeeze(largest(phi.exponent, axis=1), 1)
         maxima = maxima if state is None else jnp.maximum(state.maxima, maxima)
-        weights = in_units_of(maxima, phi)
+        weights = exp_in_units(phi.exponent, maxima[:, None], phi.values)
         numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
         # Rounded to the type of the values, so that both sums have the same weights.
         weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
@@ -229,16 +225,15 @@ def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Arr
     return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
 
 
-def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
-    return jnp.where(shift == -jnp.inf, 0, shift)
-
-
-def in_units_of(
-    maxima: Float[Array, "B K #num_features"], keys: LogFeatures
-) -> Float[Array, "B S K num_features"]:
-    """Returns the features of keys, each in units of its maximum."""
-    return signed_exp(keys.exponent - or_zero(maxima)[:, None], keys.values)
+def exp_in_units(
+    exponent: Float[Array, " ..."],
+    shift: Float[Array, " ..."],
+    values: Float[Array, " ..."] | None = None,
+) -> Float[Array, " ..."]:
+    """Returns ``values * e^exponent`` in units of e^shift; in units of 1 where that is zero."""
+    # Minus infinity minus itself would be NaN.
+    phi = jnp.exp(exponent - jnp.where(shift == -jnp.inf, 0, shift))
+    return phi if values is None else phi * values
 
 
 def weigh(
@@ -253,16 +248,7 @@ def weigh(
     """
     logits = queries.exponent + units
     shift = largest(logits, axis=-1)
-    return signed_exp(logits - or_zero(shift), queries.values), shift
-
-
-def signed_exp(
-    exponent: Float[Array, " ..."],
-    values: Float[Array, " ..."] | None,
-) -> Float[Array, " ..."]:
-    """Returns features from their shifted exponents and their values."""
-    phi = jnp.exp(exponent)
-    return phi if values is None else phi * values
+    return exp_in_units(logits, shift, queries.values), shift
 
 
 def pad(

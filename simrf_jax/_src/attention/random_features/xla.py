@@ -133,7 +133,7 @@ def _attend_at_once(
     inputs: Inputs, features: HeadMaps, exact: SharedKeys | None
 ) -> Float[Array, "B T K G D"]:
     """Computes the features of all tokens at once."""
-    state, poisoned = sum_keys(Keys.in_one_chunk(inputs), features)
+    state, poisoned = sum_keys(Keys.of(inputs), features)
     queries = features.queries(inputs.query)
     if exact is not None:
         queries, state = (
