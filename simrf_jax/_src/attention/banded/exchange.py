@@ -31,16 +31,14 @@ def attend_over_devices(
       block_size: Queries in a block; None for a default.
     """
 
-    def check(call: Call, nothing: None) -> Inputs:
-        del nothing
+    def check(call: Call) -> Inputs:
         inputs = call.lay_out(scaled=False)
         cut(inputs.query.shape[1], inputs.key.shape[1], bandwidth, call.is_causal, block_size)
         return inputs
 
-    check_whole(check, call, None)
+    check_whole(check, call)
 
-    def attend(call: Call, nothing: None) -> Float[Array, "*batch T N D"]:
-        del nothing
+    def attend(call: Call) -> Float[Array, "*batch T N D"]:
         part, is_causal = shards.part(call), call.is_causal
         inputs, history = with_halo(
             part.lay_out(scaled=False),
@@ -53,7 +51,7 @@ def attend_over_devices(
         blocks = cut(*lengths, bandwidth, is_causal, block_size, history)
         return inputs.outputs(attend_in_windows(inputs, blocks))
 
-    return over_devices(attend, shards, call, None)
+    return over_devices(attend, shards, call)
 
 
 @jax.named_scope("exchange_halo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,6 @@ from simrf_jax._src.attention.inputs.masks import per_key
 
 # The position of the length among the axes of each argument that has it.
 LENGTH = {"query": -3, "key": -3, "value": -3, "mask": -1, "bias": -1, "segment_ids": -1}
-
-# Values replicated on all devices besides the arguments: W and the feature map, or None.
-Heads = TypeVar("Heads")
 
 
 class MeshAxes(NamedTuple):
@@ -102,7 +99,7 @@ def find_shards(call: Call, axes: Axes, *, in_order: bool) -> Shards:
     return Shards(axes, axes if split else (), is_inside)
 
 
-def check_whole(attend: Callable[[Call, Heads], object], call: Call, heads: Heads) -> None:
+def check_whole(attend: Callable[..., object], call: Call, *replicated: Any) -> None:
     """Traces ``attend`` with whole shapes, so that its errors name the shapes the caller knows."""
     shapes: dict[str, Any] = {
         field.name: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -111,29 +108,32 @@ def check_whole(attend: Callable[[Call, Heads], object], call: Call, heads: Head
         if isinstance(x := getattr(call, field.name), jax.Array) and field.name != "scale"
     }
 
-    def with_shapes(shapes: dict[str, Any], heads: Heads) -> object:
-        return attend(dataclasses.replace(call, **shapes), heads)
+    def with_shapes(shapes: dict[str, Any], *replicated: Any) -> object:
+        return attend(dataclasses.replace(call, **shapes), *replicated)
 
-    of_heads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), heads)
-    jax.eval_shape(with_shapes, shapes, of_heads)
+    jax.eval_shape(
+        with_shapes,
+        shapes,
+        *jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), replicated),
+    )
 
 
 def over_devices(
-    attend: Callable[[Call, Heads], Float[Array, "*batch T N D"]],
+    attend: Callable[..., Float[Array, "*batch T N D"]],
     shards: Shards,
     call: Call,
-    heads: Heads,
+    *replicated: Any,
 ) -> Float[Array, "*batch T N D"]:
     """Calls ``attend`` with the part of the length that each device has.
 
     Args:
-      attend: Attention of one part.
+      attend: Attention of one part, a function of a call and of the replicated values.
       shards: Mesh axes that shard the lengths.
       call: The whole call, or that of the device inside ``shard_map``.
-      heads: W and the feature map, replicated on all devices, or None.
+      *replicated: Values that all devices have, such as W and the feature map.
     """
     if shards.is_inside:
-        return attend(call, heads)
+        return attend(call, *replicated)
     mesh = _mesh(shards.axes, call)
     for name in ("query", "key", "value"):
         elsewhere = list(jax.typeof(getattr(call, name)).sharding.spec)
@@ -156,18 +156,18 @@ def over_devices(
     call = jax.tree.map(jnp.asarray, dataclasses.replace(call, **rows))
     specs = _specs(call, shards)
 
-    def mapped(call: Call, heads: Heads) -> Float[Array, "*batch T N D"]:
+    def mapped(call: Call, *replicated: Any) -> Float[Array, "*batch T N D"]:
         if not shards.axes:
-            return attend(call, heads)
+            return attend(call, *replicated)
         return jax.shard_map(
             attend,
             mesh=_mesh(shards.axes, call),
-            in_specs=(specs, PartitionSpec()),
+            in_specs=(specs, *(PartitionSpec() for _ in replicated)),
             out_specs=specs.query,
             axis_names=set(shards.axes),
-        )(call, heads)
+        )(call, *replicated)
 
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    types = kinds_of_axes(mesh)
     if AxisType.Explicit in types.values():
         # Next to manual axes, explicit axes of batch and heads make XLA gather (jax 0.10.2).
         of_output = list(jax.typeof(query).sharding.spec)
@@ -178,7 +178,7 @@ def over_devices(
         # An enclosing shard_map over other axes keeps its own.
         axes = tuple(axis for axis, kind in types.items() if kind == AxisType.Explicit)
         mapped = jax.sharding.auto_axes(mapped, axes=axes, out_sharding=sharding)
-    return mapped(call, jax.tree.map(jnp.asarray, heads))
+    return mapped(call, *jax.tree.map(jnp.asarray, replicated))
 
 
 def from_earlier_device(x: Shaped[Array, "*shape"], axes: Axes, by: int) -> Shaped[Array, "*shape"]:
