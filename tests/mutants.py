@@ -143,8 +143,8 @@ MUTANTS = [
     ),
     Mutant(
         "simrf_jax/_src/attention/estimator.py",
-        "return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)",
-        "return leaf if axis is None else jnp.concatenate([jnp.asarray(leaf)] * groups)",
+        "repeat_heads(jnp.asarray(x), groups, axis=0), part)",
+        "jnp.concatenate([jnp.asarray(x)] * groups), part)",
         "tests/features/test_optimal_positive.py",
     ),
     Mutant(f"{CORE}/causal.py", "k=0 if self.with_own_key else -1", "k=0", MODES),

@@ -188,11 +188,23 @@ class HeadMaps:
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return self
         of_heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[2]))
+        return self.map_heads(lambda part: jax.sharding.reshard(part, of_heads))
 
-        def place(axis: int | None, part: Any) -> Any:
-            return part if axis is None else jax.sharding.reshard(part, of_heads)
+    def repeated(self, groups: int) -> HeadMaps:
+        """Repeats the arrays of each key head for the query heads that share it."""
 
-        return jax.tree.map(place, self.head_axes(), self, is_leaf=lambda axis: axis is None)
+        def repeat(part: Any) -> Any:
+            return jax.tree.map(lambda x: repeat_heads(jnp.asarray(x), groups, axis=0), part)
+
+        return self.map_heads(repeat)
+
+    def map_heads(self, function: Callable[[Any], Any]) -> HeadMaps:
+        """Returns the maps with ``function`` of each part that has an axis of key heads."""
+
+        def apply(axis: int | None, part: Any) -> Any:
+            return part if axis is None else function(part)
+
+        return jax.tree.map(apply, self.head_axes(), self, is_leaf=lambda axis: axis is None)
 
     @jax.named_scope("key_features")
     def keys(
@@ -383,15 +395,14 @@ class Estimator:
             scaled=self.exact_bandwidth is None if scaled is None else scaled,
             fill_with_tokens=not feature_map.is_finite,
         )
-        groups = inputs.key.shape[2] // call.key.shape[-2]
-        if groups > 1:  # Each query head gets its own copy of the keys.
-            feature_map = _repeat_heads(feature_map, groups)
-            if w is not None and w.ndim == 3:
-                w = jax.tree.map(functools.partial(repeat_heads, groups=groups, axis=0), w)
         by_score = self.exact_keys is not None and self.exact_keys.by == "score"
         features = HeadMaps(w, feature_map, feature_map if by_score else None)
+        groups = inputs.key.shape[2] // call.key.shape[-2]
+        if groups > 1:  # Each query head gets its own copy of the keys.
+            features = features.repeated(groups)
         if feature_map.multiplies_rows and _is_worth_folding(features, inputs):
-            features = HeadMaps(None, Folded.of(feature_map, w), features.scorer)
+            folded = Folded.of(features.feature_map, features.projection)
+            features = HeadMaps(None, folded, features.scorer)
         return inputs, features.sharded_as(inputs.key)
 
     def check_heads(self, call: Call) -> None:
@@ -459,18 +470,6 @@ def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
     # Symbolic sizes, of jax.export, are at least one.
     known = [size for size in inputs.query.shape[:2] if isinstance(size, int)]
     return form is not None and form.rows.shape[-2] < math.prod(known)
-
-
-def _repeat_heads(feature_map: FeatureMap, groups: int) -> FeatureMap:
-    """Repeats the arrays that a feature map holds for each key head."""
-
-    def repeat(axis: int | None, leaf: Any) -> Any:
-        return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)
-
-    axes = feature_map.head_axes()
-    if axes is None:
-        return feature_map
-    return jax.tree.map(repeat, axes, feature_map, is_leaf=lambda axis: axis is None)
 
 
 def hide(features: LogFeatures, visible: Bool[Array, "*batch length"]) -> LogFeatures:
