@@ -60,10 +60,6 @@ class Scanned(NamedTuple):
     log_scale: Float[Array, "B T K G 1"]
     poisoned: Bool[Array, "B T K G"]
 
-    def outputs(self) -> Float[Array, "B T K G D"]:
-        """Returns ``[B, T, K, G, D]``; zeros where no key is visible."""
-        return jnp.where(self.poisoned[..., None], jnp.nan, self.readout.outputs())
-
 
 def in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G"]]:
     """Returns sums of kernel estimates, and which queries get NaN.

@@ -30,7 +30,6 @@ from simrf_jax._src.attention.random_features.kept_keys import (
 )
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
-    attend_to_state,
     exp_in_units,
     largest,
     state_of,
@@ -96,12 +95,12 @@ def step(
     after: FarState
     if isinstance(before, ExactKeysState):
         read, after = attend_with_kept_keys(inputs, features, before, chunk_size=chunk_size)
-        out = read.outputs()
+        out = read.readout.outputs(read.poisoned)
     elif _is_one(call.query.shape[-3]):
         out, after = attend_to_next(inputs, features, before)
     else:
         read, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
-        out = read.outputs()
+        out = read.readout.outputs(read.poisoned)
     return inputs.outputs(out), _unflatten_far(after, batch)
 
 
@@ -122,7 +121,7 @@ def _step_with_band(
         history=bandwidth,
     )
     out, far = fields.attend(features, before, None, chunk_size=estimator.chunk_size)
-    return fields.outputs(out), _after(seen, far, length, batch)
+    return fields.earlier.outputs(out), _after(seen, far, length, batch)
 
 
 def _is_one(length: SupportsIndex) -> bool:
@@ -230,5 +229,6 @@ def attend_to_next(
     phi = jnp.squeeze(exp_in_units(keys.exponent, maxima[:, None], keys.values), 1)
     sums = state.in_units_of(maxima) + phi[..., None] * value[:, 0, :, None]
     state, poisoned = AttentionState(sums, maxima), poisoned | nonfinite[:, 0]
-    out = attend_to_state(queries, state, poisoned, dtype=value.dtype)
+    readout = state.read(queries.features, value.dtype)
+    out = readout.outputs(queries.poisoned | poisoned[:, None, :, None])
     return out, state.poison(poisoned)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax._src import one_line
@@ -114,10 +113,6 @@ class Fields(NamedTuple):
         )
         return cls(inputs, blocks, segments, earlier, later, trailing)
 
-    def outputs(self, out: Float[Array, "B T K G D"]) -> Float[Array, "*batch T N D"]:
-        """Reshapes ``[B, T, K, G, D]`` into ``[..., T, N, D]``."""
-        return self.earlier.outputs(out)
-
     def attend(
         self,
         features: HeadMaps,
@@ -169,7 +164,7 @@ class Fields(NamedTuple):
         if more is not None:
             readout, poisoned = readout.add(more[0]), poisoned | more[1]
         state = far_state if divided is None else ExactKeysState(divided.kept, far_state)
-        return jnp.where(poisoned[..., None], jnp.nan, readout.outputs()), state
+        return readout.outputs(poisoned), state
 
 
 def attend_with_band(
@@ -207,4 +202,4 @@ def attend_with_band(
     if choice is not None and keeps:
         before = ExactKeysState.empty(fields.earlier, features, choice.count)
     out, _ = fields.attend(features, before, after, chunk_size=chunk_size, more=more)
-    return fields.outputs(out)
+    return fields.earlier.outputs(out)

@@ -31,7 +31,6 @@ from simrf_jax._src.attention.random_features.causal import (
 from simrf_jax._src.attention.random_features.exact_band import Fields
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
-    attend_to_state,
     state_of,
 )
 
@@ -67,8 +66,11 @@ def attend_over_devices(
             )
         if not call.in_order():
             state = merge_over(state_of(inputs, features), shards.axes)
-            queries, dtype = features.queries(inputs.query), inputs.value.dtype
-            return inputs.outputs(attend_to_state(queries, *state.split_poisoned(), dtype=dtype))
+            state, poisoned = state.split_poisoned()
+            queries = features.queries(inputs.query)
+            readout = state.read(queries.features, inputs.value.dtype)
+            poisoned = queries.poisoned | poisoned[:, None, :, None]
+            return inputs.outputs(readout.outputs(poisoned))
         ids = part.segment_ids
         before = state_beyond(inputs, features, ids, shards.axes, 1)
         if call.is_causal:
@@ -76,7 +78,7 @@ def attend_over_devices(
         else:
             after = state_beyond(inputs, features, ids, shards.axes, -1)
             read = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
-        return inputs.outputs(read.outputs())
+        return inputs.outputs(read.readout.outputs(read.poisoned))
 
     return over_devices(attend, shards, call, estimator)
 
@@ -115,7 +117,7 @@ def _attend_with_band(
     before = outer_state(fields.earlier, history - bandwidth, 1)
     after = None if fields.later is None else outer_state(fields.later, history + bandwidth, -1)
     out, _ = fields.attend(features, before, after, chunk_size=chunk_size)
-    return fields.outputs(out)
+    return fields.earlier.outputs(out)
 
 
 @jax.named_scope("merge_states_over_devices")

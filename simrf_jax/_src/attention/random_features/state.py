@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from simrf_jax._src import one_line
-from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures
+from simrf_jax._src.attention.estimator import HeadMaps
 from simrf_jax._src.attention.inputs.call import Inputs, contract, quotient
 from simrf_jax._src.attention.inputs.masks import Size
 from simrf_jax._src.features import LogFeatures
@@ -41,11 +41,17 @@ class Readout(NamedTuple):
         own = self.sums * exp_in_units(self.shift, shift)
         return Readout(own + other.sums * exp_in_units(other.shift, shift), shift)
 
-    def outputs(self) -> Float[Array, "*queries D"]:
-        """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
+    def outputs(self, poisoned: Bool[Array, "*queries"]) -> Float[Array, "*queries D"]:
+        """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible.
+
+        Args:
+          poisoned: ``[...]``, True at queries that get NaN.
+        """
         numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
-        return jnp.where(nothing, 0, quotient(numerator, jnp.where(nothing, 1, denominator)))
+        out = jnp.where(nothing, 0, quotient(numerator, jnp.where(nothing, 1, denominator)))
+        # Last, because an earlier NaN would reach the gradients of W: 0 * NaN is not 0.
+        return jnp.where(poisoned[..., None], jnp.nan, out)
 
 
 class AttentionState(NamedTuple):
@@ -190,29 +196,6 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
     empty = AttentionState.empty(first, features)
     state, poisoned = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
     return state, jnp.any(poisoned, axis=0)
-
-
-def attend_to_state(
-    queries: QueryFeatures,
-    state: AttentionState,
-    poisoned: Bool[Array, "B K"],
-    *,
-    dtype: jnp.dtype,
-) -> Float[Array, "B T K G D"]:
-    """Lets each query attend to all keys of a state of finite sums.
-
-    Args:
-      queries: The queries.
-      state: Sums over the keys.
-      poisoned: True where a key is not finite.
-      dtype: Contraction dtype.
-
-    Returns:
-      ``[B, T, K, G, D]`` in the logits' dtype; zeros where no key is visible.
-    """
-    out = state.read(queries.features, dtype).outputs()
-    # Last, because an earlier NaN would reach the gradients of W: 0 * NaN is not 0.
-    return jnp.where((queries.poisoned | poisoned[:, None, :, None])[..., None], jnp.nan, out)
 
 
 def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:

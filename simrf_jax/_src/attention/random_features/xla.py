@@ -24,7 +24,6 @@ from simrf_jax._src.attention.random_features.kept_keys import (
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Keys,
-    attend_to_state,
     sum_keys,
     weigh,
 )
@@ -88,7 +87,7 @@ def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N
         read = packed_attention(inputs, features, empty, empty, chunk_size=chunk_size)
     if exact is not None:
         read = exact.add_to(read, inputs, is_causal=call.is_causal)
-    return inputs.outputs(read.outputs())
+    return inputs.outputs(read.readout.outputs(read.poisoned))
 
 
 def bidirectional_attention(
@@ -141,7 +140,8 @@ def _attend_at_once(
             exact.append_to_state(state),
         )
         poisoned |= jnp.any(exact.nonfinite, axis=1)
-    return attend_to_state(queries, state, poisoned, dtype=inputs.value.dtype)
+    readout = state.read(queries.features, inputs.value.dtype)
+    return readout.outputs(queries.poisoned | poisoned[:, None, :, None])
 
 
 def _attend_by_chunks(
