@@ -100,7 +100,9 @@ def programs(length, *, is_causal):
         if importlib.util.find_spec("tokamax"):
             attends["tokamax"] = tokamax
     if jax.default_backend() == "gpu":
-        attends |= {"cudnn": cudnn, "xla": xla, "pallas_gpu": pallas_gpu}
+        attends["cudnn"] = cudnn
+        # The one that is not the default.
+        attends |= {"pallas_gpu": pallas_gpu} if is_causal else {"xla": xla}
     if length % SPLASH_BLOCK == 0 and jax.default_backend() == "tpu":
         attends["splash"] = splash
     if is_causal:

@@ -17,8 +17,10 @@ Run: python -m benchmarks.first_contact [--output first_contact.json] [--minutes
 import functools
 import itertools
 import json
+import os
 import pathlib
 import time
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +48,7 @@ SIZES = {
     },
     "whole": {
         "checked": (197, 1024),
-        "lengths": (197, 512, 1024, 2048, 4096, 8192, 16_384, 65_536),
+        "lengths": (197, 1024, 4096, 16_384, 65_536),
         "tokens": 32_768,
         "heads": 12,
         "before": (10, 1000, 10_000),
@@ -55,8 +57,9 @@ SIZES = {
         "batch": 64,
     },
 }
-SECONDS = 3.0  # For the timed calls of one row of candidates.
+SECONDS = 1.0  # For the timed calls of one row of candidates.
 ROUNDS = 20
+CHECKS = 8  # That run at once.
 
 
 def implementations(backend, mode, dtype):
@@ -75,37 +78,42 @@ def pieces(size):
             name = f"check, {length} tokens, {mode}, {dtype}, {implementation}"
             check = functools.partial(contact_checks.check, mode, implementation, dtype, length)
             yield name, lambda check=check: [check()]
-    for length, is_causal, backward in itertools.product(
-        size["lengths"], (False, True), (False, True)
-    ):
-        kind = (
-            f"{'causal' if is_causal else 'bidirectional'}{', with backward' if backward else ''}"
-        )
-        measure = functools.partial(times, size, length, is_causal=is_causal, backward=backward)
-        yield f"times, {length} tokens, {kind}", measure
+    for length in size["lengths"]:
+        yield f"times, {length} tokens", functools.partial(times, size, length)
     yield "decoding", functools.partial(decoding_steps, size)
     yield "training", functools.partial(training_steps, size)
 
 
-def times(size, length, *, is_causal, backward):
-    """Returns a row for each candidate at one length; what cannot be compiled has an error."""
+def times(size, length):
+    """Returns a row for each kind of call and candidate; what cannot be compiled has an error."""
     batch = max(1, min(8, size["tokens"] // length))
     shape = (batch, length, size["heads"], DIM)
     keys = jax.random.split(jax.random.key(0), 3)
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
     arrays.append(simrf_jax.draw_projection(jax.random.key(1), NUM_FEATURES, DIM))
-    calls, rows = {}, {}
-    for name, attend in attention_candidates.programs(length, is_causal=is_causal).items():
-        function = attention_cost.with_backward(attend) if backward else attend
-        program, failure = attempt(functools.partial(compiled, function, arrays))
+    attends = {}
+    for is_causal, backward in itertools.product((False, True), (False, True)):
+        kind = "causal" if is_causal else "bidirectional"
+        for name, attend in attention_candidates.programs(length, is_causal=is_causal).items():
+            if backward:
+                attends[f"{kind}, with backward", name] = attention_cost.with_backward(attend)
+            else:
+                attends[kind, name] = attend
+    rows = {
+        (kind, name): {"kind": kind, "candidate": name, "sequences": batch}
+        for kind, name in attends
+    }
+    calls = {}
+    found = together([functools.partial(compiled, x, arrays) for x in attends.values()])
+    for place, (program, failure) in zip(attends, found, strict=True):
         if failure:
-            rows[name] = {"candidate": name, "failure": failure}
+            rows[place]["failure"] = failure
             continue
-        calls[name] = lambda _, program=program: program(*arrays)
+        calls[place] = lambda _, program=program: program(*arrays)
         memory = attention_cost.mib(program.memory_analysis().temp_size_in_bytes)
-        rows[name] = {"candidate": name, "sequences": batch, "temporary_mib": memory}
-    for name, ms in timing.alternate(calls, ROUNDS, seconds=SECONDS).items():
-        rows[name]["milliseconds"] = attention_cost.quartiles(ms)
+        rows[place]["temporary_mib"] = memory
+    for place, ms in timing.alternate(calls, ROUNDS, seconds=SECONDS * len(calls)).items():
+        rows[place]["milliseconds"] = attention_cost.quartiles(ms)
     return list(rows.values())
 
 
@@ -168,6 +176,17 @@ def compiled(function, arrays):
     return program
 
 
+def together(functions):
+    """Returns what ``attempt`` returns of each function, which run in threads on an accelerator.
+
+    Most of the eight minutes would go into compiling one program after another. On a CPU, programs
+    that call back to Python, as interpreted kernels do, would wait for each other.
+    """
+    workers = 1 if jax.default_backend() == "cpu" else max(1, (os.cpu_count() or 1) // 2)
+    with futures.ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(attempt, functions))
+
+
 def attempt(function):
     """Returns what a function returns, and None; or None, and the first line of its error."""
     try:
@@ -198,17 +217,26 @@ def run(output, size, minutes):
             raise SystemExit(f"{output} is of another machine, size or version; name another file.")
         results = before
     todo = [(name, piece) for name, piece in pieces(size) if name not in results["pieces"]]
-    for name, piece in command_line.bar(todo, "pieces", len(todo)):
+    for group in command_line.bar(groups(todo), "groups of pieces", len(groups(todo))):
         if time.monotonic() - begin > 60 * minutes:
+            name = group[0][0]
             command_line.show(f"The time is over before {name!r}; the same command goes on there.")
             break
-        rows, failure = attempt(piece)
-        results["pieces"][name] = [{"failure": failure}] if failure else rows
-        for row in results["pieces"][name]:
-            if row.get("failure") or row.get("faults"):
-                command_line.show(f"{name}: {row.get('failure') or '; '.join(row['faults'])}")
+        found = together([piece for _, piece in group])
+        for (name, _), (rows, failure) in zip(group, found, strict=True):
+            results["pieces"][name] = [{"failure": failure}] if failure else rows
+            for row in results["pieces"][name]:
+                if row.get("failure") or row.get("faults"):
+                    command_line.show(f"{name}: {row.get('failure') or '; '.join(row['faults'])}")
         output.write_text(json.dumps(results, indent=1) + "\n")
     return results
+
+
+def groups(todo):
+    """Returns lists of pieces that may run at once: some checks, or one measurement of time."""
+    checks = [x for x in todo if x[0].startswith("check")]
+    measurements = [[x] for x in todo if not x[0].startswith("check")]
+    return [checks[i : i + CHECKS] for i in range(0, len(checks), CHECKS)] + measurements
 
 
 def tables(results):
@@ -221,7 +249,8 @@ def tables(results):
                 verdict = row.get("failure") or "; ".join(row["faults"]) or "right"
                 checks.append([name.removeprefix("check, "), *numbers, verdict])
                 continue
-            what = name + (f", after {row['before']} tokens" if "before" in row else "")
+            what = name + (f", {row['kind']}" if "kind" in row else "")
+            what += f", after {row['before']} tokens" if "before" in row else ""
             low, median, high = row.get("milliseconds", [np.nan] * 3)
             cell = row.get("failure") or f"{median:.4g} ({low:.4g} to {high:.4g})"
             memory = row.get("temporary_mib", "")

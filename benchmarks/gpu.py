@@ -102,8 +102,8 @@ def cost_of(program):
 
     A launch reads its operands and writes its result. A fusion that only takes slices of an operand
     reads these, and one that updates part of an array in place writes the part. The body of a
-    counted loop runs as often as the loop iterates. Of a conditional, the cheapest branch counts. What
-    runs asynchronously counts where it starts.
+    counted loop runs as often as the loop iterates. Of a conditional, the cheapest branch counts.
+    What runs asynchronously counts where it starts.
 
     Args:
       program: The text of an optimized HLO module.

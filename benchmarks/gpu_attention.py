@@ -9,7 +9,9 @@ Run: python -m benchmarks.gpu_attention [--output gpu_attention.json]
 
 import itertools
 import json
+import os
 import pathlib
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,8 @@ import simrf_jax
 from benchmarks import attention_candidates, command_line
 
 HEADS, DIM, NUM_FEATURES, RUNS = 12, 64, 128, 9
-SIZES = ((8, 256), (8, 512), (8, 1024), (8, 4096), (1, 16_384))  # Batch and length.
+SIZES = ((8, 1024), (8, 4096), (1, 16_384), (8, 512), (8, 256))  # Batch and length.
+LEAST_OF_XLA = 1024  # Its programs take the longest to compile.
 CANDIDATES = {
     "kernels": attention_candidates.pallas_gpu,
     "XLA": attention_candidates.xla,
@@ -39,18 +42,8 @@ def with_gradients(attend):
     return gradients
 
 
-def microseconds(function, arrays):
-    """Returns the time of all kernels of a function, of each run."""
-    from jax.experimental.mosaic.gpu import profiler
-
-    program = jax.jit(function).lower(*arrays).compile()
-    measure = profiler.measure(program, aggregate=False, iterations=RUNS)
-    _, runs = measure(*arrays)
-    return [1e3 * sum(ms for _, ms in run) for run in runs]
-
-
-def measure(name, size, *, is_causal, backward):
-    """Returns a row of one candidate."""
+def program_of(name, size, *, is_causal, backward):
+    """Returns the compiled program of one candidate, and its arrays."""
     batch, length = size
     keys = jax.random.split(jax.random.key(0), 3)
     shape = (batch, length, HEADS, DIM)
@@ -60,15 +53,17 @@ def measure(name, size, *, is_causal, backward):
     def attend(*arrays):
         return CANDIDATES[name](*arrays, is_causal=is_causal)
 
-    times = microseconds(with_gradients(attend) if backward else attend, arrays)
-    return {
-        "candidate": name,
-        "batch": batch,
-        "length": length,
-        "is_causal": is_causal,
-        "backward": backward,
-        "microseconds": [round(float(x), 1) for x in np.percentile(times, [0, 50, 100])],
-    }
+    function = with_gradients(attend) if backward else attend
+    return jax.jit(function).lower(*arrays).compile(), arrays
+
+
+def microseconds(program, arrays):
+    """Returns the least, the median and the largest time of all kernels of a program."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, runs = profiler.measure(program, aggregate=False, iterations=RUNS)(*arrays)
+    times = [1e3 * sum(ms for _, ms in run) for run in runs]
+    return [round(float(x), 1) for x in np.percentile(times, [0, 50, 100])]
 
 
 def main():
@@ -77,13 +72,25 @@ def main():
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("gpu_attention.json"))
     output = parser.parse_args().output
     device = jax.devices()[0].device_kind
+    cases = [
+        {"candidate": name, "batch": batch, "length": length} | {"is_causal": x, "backward": y}
+        for (batch, length), name, x, y in itertools.product(
+            SIZES, CANDIDATES, (False, True), (False, True)
+        )
+        if name != "XLA" or length >= LEAST_OF_XLA
+    ]
+
+    def compiled(case):
+        size = case["batch"], case["length"]
+        kind = {name: case[name] for name in ("is_causal", "backward")}
+        return program_of(case["candidate"], size, **kind)
+
+    with futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
+        found = list(command_line.bar(pool.map(compiled, cases), "compiled", len(cases)))
     rows = []
-    cases = list(itertools.product((False, True), SIZES, (False, True), CANDIDATES))
-    for is_causal, size, backward, name in command_line.bar(cases, "programs", len(cases)):
-        rows.append(measure(name, size, is_causal=is_causal, backward=backward))
-        least, median, most = rows[-1]["microseconds"]
-        kind = ("causal" if is_causal else "bidirectional") + (", gradients" if backward else "")
-        command_line.show(f"{name}, {size}, {kind}: {median} us ({least} to {most})")
+    for case, (program, arrays) in zip(cases, found, strict=True):
+        rows.append(case | {"microseconds": microseconds(program, arrays)})
+        command_line.show(str(rows[-1]))
         output.write_text(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks import command_line, gpu
 from simrf_jax import RandomFeatureMechanism, random_feature_attention
+from simrf_jax._src.attention.estimator import CHUNK_SIZE_ON_GPUS
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.pallas_gpu import backend
 
@@ -45,8 +46,11 @@ def in_kernels(q, k, v, w, is_causal=False):
 
 
 def by_xla(q, k, v, w, is_causal=False):
-    """Attends by XLA."""
-    return random_feature_attention(q, k, v, w, is_causal=is_causal, implementation="xla")
+    """Attends by XLA, with the chunks that are the default where there is a GPU."""
+    options = {"chunk_size": CHUNK_SIZE_ON_GPUS} if is_causal else {}
+    return random_feature_attention(
+        q, k, v, w, is_causal=is_causal, implementation="xla", **options
+    )
 
 
 def with_gradient(attend, places=(0, 1, 2, 3)):
@@ -79,7 +83,7 @@ def programs():
     cases = [(f"kernels{name}", "H200", in_kernels, size) for name, size in SIZES.items()]
     cases += [(f"XLA{name}", "H200", by_xla, size) for name, size in SIZES.items()]
     cases += [(f"XLA, {name}", name, by_xla, USUAL) for name in ("A100", "T4")]
-    cases.append(("XLA, causal", "H200", causal, USUAL))
+    cases += [("XLA, causal", "H200", causal, USUAL), ("XLA, causal, T4", "T4", causal, USUAL)]
     causal = functools.partial(in_kernels, is_causal=True)
     yield "kernels, causal", "H200", causal, USUAL
     # No kernel has the gradient of W.

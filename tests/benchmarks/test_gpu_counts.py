@@ -36,7 +36,8 @@ HloModule jit_f, is_scheduled=true
   %p.5 = (f32[8,64]{1,0}, f32[1,64]{1,0}) parameter(0)
   %a = f32[8,64]{1,0} get-tuple-element(%p.5), index=0
   %b = f32[1,64]{1,0} get-tuple-element(%p.5), index=1
-  %c = f32[8,64]{1,0} fusion(%a, %b), kind=kLoop, calls=%update
+  %begun = ((f32[8,64], f32[1,64]), f32[8,64]) fusion-start(%a, %b), kind=kLoop, calls=%update
+  %c = f32[8,64]{1,0} fusion-done(%begun)
   ROOT %next = (f32[8,64]{1,0}, f32[1,64]{1,0}) tuple(%c, %b)
 }
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import SupportsIndex, Unpack
 
+import jax
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax._src import checks
 from simrf_jax._src.attention.estimator import (
     CHUNK_SIZE,
+    CHUNK_SIZE_ON_GPUS,
     Estimator,
     ExactKeysLike,
     KeyChoice,
@@ -37,8 +39,8 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
       projection: W, ``[num_features, H]`` for all heads, or ``[K, num_features, H]``, one for each
         key head; None for a map that needs none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
-      chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for a
-        default.
+      chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for
+        256 on GPUs and 64 elsewhere.
       sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
         ``random_feature_attention``.
       batch_axis: Mesh axes that shard the batch, for kernels; see ``random_feature_attention``.
@@ -96,10 +98,12 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
         feature_map = as_feature_map(feature_map)
         w = None if projection is None else as_projection(projection)
         feature_map.check_norms(w)
+        if chunk_size is None:
+            chunk_size = CHUNK_SIZE_ON_GPUS if jax.default_backend() == "gpu" else CHUNK_SIZE
         super().__init__(
             w,
             feature_map,
-            CHUNK_SIZE if chunk_size is None else checks.power_of_two("chunk_size", chunk_size),
+            checks.power_of_two("chunk_size", chunk_size),
             checks.axis_names("sequence_axis", sequence_axis) or None,
             checks.axis_names("batch_axis", batch_axis) or None,
             checks.axis_names("head_axis", head_axis) or None,
@@ -309,8 +313,8 @@ def random_feature_attention(
         a GPU, so None does not choose them.
       segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
         attends only to keys of its own segment. Neighbors with equal ids belong to one segment.
-      chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for a
-        default.
+      chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for
+        256 on GPUs and 64 elsewhere.
       sequence_axis: The mesh axis, or a tuple of them, that shards the sequence. Leave it out for
         axes of type Explicit, which are part of the types of query, key and value. Name axes of
         type Auto here; otherwise XLA all-gathers the keys of causal and packed attention. The mesh

@@ -509,7 +509,7 @@ def _read_in_units(
     """
     value, state = chunk.value, carry.state
     features, shift = weigh(queries, keys.units.of_queries[:, :, :, None])
-    weights = contract("bqkgm,bskm->bkgqs", features, keys.features)
+    weights = contract("bqkgm,bskm->bkgqs", features, keys.features.astype(value.dtype))
     weights = jnp.where(visibility.pairs(value.shape[1])[:, None, None], weights, 0)
     carried = visibility.carried[..., None, None, None]
     of_state = jnp.where(carried, features, 0)
