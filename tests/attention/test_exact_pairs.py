@@ -1,13 +1,16 @@
 """Errors of attention for bands and exact keys that are data, against attention itself."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import simrf_jax
+from simrf_jax import ExactKeys
 from simrf_jax._src.attention.inputs.call import Call
-from simrf_jax._src.attention.inspection.all_pairs import log_kernels
+from simrf_jax._src.attention.inspection.all_pairs import log_kernels, score_ranks
 from simrf_jax._src.attention.inspection.exact_pairs import ExactPairs, head_errors
 from tests.tiers import slow_but
 
@@ -16,6 +19,8 @@ CASES = {
     "number": {"exact_bandwidth": 1, "exact_keys": 2},
     "positions": {"exact_bandwidth": None, "exact_keys": (0, -1)},
     "causal": {"exact_bandwidth": 2, "exact_keys": None},
+    "by score": {"exact_bandwidth": 2, "exact_keys": ExactKeys(2, by="score")},
+    "by score without a band": {"exact_bandwidth": None, "exact_keys": ExactKeys(3, by="score")},
     "neither": {"exact_bandwidth": None, "exact_keys": None},
     "more keys than there are": {"exact_bandwidth": 0, "exact_keys": 20},
 }
@@ -26,7 +31,7 @@ def softmax(logits):
     return w / w.sum(-1, keepdims=True)
 
 
-@pytest.mark.parametrize("case", slow_but(["number", "causal"], CASES))
+@pytest.mark.parametrize("case", slow_but(["number", "causal", "by score"], CASES))
 def test_errors_are_those_of_attention(case):
     """Grouped queries, and a sequence whose last two tokens are padding."""
     rng = np.random.default_rng(0)
@@ -36,7 +41,8 @@ def test_errors_are_those_of_attention(case):
     counts[1, -2:] = False
     v[1, -2:] = np.nan
     w = simrf_jax.draw_projection(jax.random.key(0), 8, DIM)
-    is_causal = case["exact_bandwidth"] == 2
+    by_score = isinstance(case["exact_keys"], ExactKeys)
+    is_causal = case["exact_bandwidth"] == 2 or by_score
     options = {"mask": counts[:, None, None], "is_causal": is_causal}
     out = np.asarray(simrf_jax.random_feature_attention(q, k, v, w, **case, **options), np.float64)
 
@@ -51,7 +57,9 @@ def test_errors_are_those_of_attention(case):
     call = Call.of(q, k, v, **options)
     estimated, exact = jax.jit(log_kernels)(mechanism, call)
     pairs = ExactPairs.of(case["exact_bandwidth"], case["exact_keys"])
-    found = head_errors(estimated, exact, jnp.asarray(v), jnp.asarray(counts), pairs)
+    one = dataclasses.replace(mechanism, exact_keys=ExactKeys(1, by="score")).estimator()
+    ranks = jax.jit(score_ranks)(one, call) if by_score else None
+    found = head_errors(estimated, exact, jnp.asarray(v), jnp.asarray(counts), pairs, ranks)
     np.testing.assert_allclose(found.relative_error, error / norm, rtol=1e-4, atol=1e-10)
     np.testing.assert_array_equal(found.num_queries, np.repeat(counts.sum(-1)[:, None], HEADS, 1))
     assert np.all(found.far_sum <= found.num_queries * (1 + 1e-6))

@@ -65,6 +65,14 @@ def heads_of(layer, x):
         yield np.einsum("btw,whd->bhtd", x, kernel) + bias[:, None]
 
 
+def key_scores(calibration, key):
+    """Returns the scores of scaled keys, [batch, heads, length]."""
+    of_head = type(calibration).key_scores
+    return jax.vmap(of_head, in_axes=(calibration.head_axes(), 2), out_axes=1)(
+        calibration, key / DIM**0.25
+    )
+
+
 def judged(layer, adapter, x, is_causal):
     """Returns error, standard error and both far shares of a layer from all pairs in float64."""
     q, k, v = heads_of(layer, x)
@@ -80,7 +88,7 @@ def judged(layer, adapter, x, is_causal):
             mechanism.projection,
             feature_map=mechanism.feature_map,
             exact_bandwidth=mechanism.exact_bandwidth,
-            exact_keys=None if keys is None else keys.count,
+            exact_keys=keys,
             is_causal=is_causal,
         ),
         np.float64,
@@ -88,10 +96,14 @@ def judged(layer, adapter, x, is_causal):
     out, expected = implied @ v, exact @ v
     ratio = ((out - expected) ** 2).sum((-2, -1)) / (expected**2).sum((-2, -1))
     errors = ratio.mean(-1)
-    # At keys with exact weights, ratios of the two kinds of weights are one number for each query.
     near = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH)))
     far = np.broadcast_to(near > mechanism.exact_bandwidth, implied.shape).copy()
-    if keys is not None:
+    if is_causal:
+        scores = np.asarray(key_scores(mechanism.feature_map, call[1]))
+        for batch, head, t in np.ndindex(far.shape[:3]):
+            before = scores[batch, head, : max(0, t - mechanism.exact_bandwidth)]
+            far[batch, head, t, np.argsort(-before)[: keys.count]] = False
+    else:
         features = simrf_jax.attention_matrix(
             *call, mechanism.projection, feature_map=mechanism.feature_map
         )
@@ -109,7 +121,8 @@ def test_the_report_says_what_all_pairs_in_float64_say(is_causal):
     report = linearize(model)
     assert list(report.layers) == ["lower", "upper"]
     choice = report.layers["lower"]
-    assert choice.exact_keys == (None if is_causal else 2)
+    assert choice.exact_keys == (simrf_jax.ExactKeys(2, by="score") if is_causal else 2)
+    assert (" 2 by score " in str(report)) == is_causal
     error, spread, share, softmax_share = judged(
         model.lower, model.lower.attention_fn, x, is_causal
     )
@@ -241,7 +254,7 @@ def test_masks_of_causal_models_are_understood():
         relative_error=None,
         budget=1e3,
     )
-    assert learned.layers["lower"].exact_keys is None
+    assert learned.layers["lower"].exact_keys == simrf_jax.ExactKeys(2, by="score")
 
 
 @pytest.mark.slow
@@ -339,6 +352,8 @@ def test_refusals_leave_the_model_as_it_was():
         refused(feature_map="elu")
     with pytest.raises(ValueError, match="must have a value each"):
         refused(num_features=())
+    with pytest.raises(TypeError, match=r"must have numbers, .* got ExactKeys\(count=2, by='mass'"):
+        refused(exact_keys=(simrf_jax.ExactKeys(2),))
     with pytest.raises(TypeError, match="must be an iterable of batches"):
         refused(jnp.zeros((2, LENGTH, WIDTH)))
     with pytest.raises(ValueError, match=r"held_out must have two sequences or more, .* got 1"):

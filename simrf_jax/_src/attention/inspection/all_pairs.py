@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from simrf_jax._src.attention.estimator import Estimator, HeadMaps
 from simrf_jax._src.attention.inputs.call import Call, Inputs
 from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
-from simrf_jax._src.attention.random_features.kept_keys import kept_pairs
+from simrf_jax._src.attention.random_features.kept_keys import kept_pairs, key_ranks
 from simrf_jax._src.attention.random_features.state import exp_in_units, largest
 from simrf_jax._src.features import LogFeatures
 
@@ -92,7 +92,8 @@ def are_exact(
         return near
     if choice.keeps(is_causal=is_causal):
         delay = 0 if estimator.exact_bandwidth is None else estimator.exact_bandwidth + 1
-        of_keys = kept_pairs(inputs, features, choice.count, delay=delay)
+        of_keys = kept_pairs(key_ranks(inputs, features), choice.count, delay)
+        of_keys = jnp.swapaxes(of_keys, 1, 2)[:, :, :, None]
     else:
         exact = SharedKeys.of(inputs, features, choice)
         of_keys = exact.among(inputs.key).mT[:, None, :, None]
@@ -140,6 +141,16 @@ def log_kernels(
         return jnp.swapaxes(out if inputs.is_batched else out[0], -3, -2)
 
     return heads_first(estimated), heads_first(logits)
+
+
+def score_ranks(estimator: Estimator, call: Call) -> Float[Array, "*batch K T S"]:
+    """Returns the ranks by score of the keys up to each query, for an estimator that scores keys.
+
+    They count from 0, and are infinite for keys that the query does not see.
+    """
+    inputs, features = estimator.lay_out(call, scaled=True)
+    ranks = key_ranks(inputs, features)
+    return ranks.reshape(*inputs.batch, *ranks.shape[1:]) if inputs.is_batched else ranks[0]
 
 
 def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:

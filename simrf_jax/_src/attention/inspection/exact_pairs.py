@@ -12,6 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+from simrf_jax._src.attention.estimator import ExactKeys, KeyChoice
+from simrf_jax._src.attention.random_features.kept_keys import kept_pairs
+
 
 class ExactPairs(NamedTuple):
     """A choice of pairs of queries and keys with exact weights.
@@ -19,23 +22,34 @@ class ExactPairs(NamedTuple):
     Attributes:
       bandwidth: Distance over which queries see keys exactly; -1 for no band.
       num_keys: Number of keys with the largest estimated mass that all queries see exactly.
+      num_kept: Number of keys with the best scores, of those before the band, that a causal query
+        sees exactly.
       positions: ``[g]``, positions of more such keys, counted from the end if negative.
     """
 
     bandwidth: Integer[Array, ""]
     num_keys: Integer[Array, ""]
+    num_kept: Integer[Array, ""]
     positions: Integer[Array, " g"]
 
     @classmethod
     def of(
-        cls, exact_bandwidth: int | None, exact_keys: int | tuple[int, ...] | None
+        cls, exact_bandwidth: int | None, exact_keys: int | ExactKeys | tuple[int, ...] | None
     ) -> ExactPairs:
-        """Returns the choice for arguments of ``random_feature_attention``."""
-        positions = exact_keys if isinstance(exact_keys, tuple) else ()
+        """Returns the choice for arguments of ``random_feature_attention``.
+
+        Keys by score are those of causal attention.
+        """
+        is_positions = isinstance(exact_keys, tuple)
+        choice = None if exact_keys is None or is_positions else KeyChoice.of(exact_keys)
+        counts = {"mass": 0, "score": 0}
+        if choice is not None:
+            counts[choice.by] = choice.count
         return cls(
             jnp.asarray(-1 if exact_bandwidth is None else exact_bandwidth),
-            jnp.asarray(exact_keys if isinstance(exact_keys, int) else 0),
-            jnp.asarray(positions, jnp.int32),
+            jnp.asarray(counts["mass"]),
+            jnp.asarray(counts["score"]),
+            jnp.asarray(exact_keys if is_positions else (), jnp.int32),
         )
 
     def among(
@@ -43,6 +57,7 @@ class ExactPairs(NamedTuple):
         estimated: Float[Array, "*batch N T S"],
         counts: Bool[Array, "*batch T"],
         num_key_heads: int,
+        ranks: Float[Array, "*batch K T S"] | None,
     ) -> Bool[Array, "*batch N T S"]:
         """Returns True at the pairs.
 
@@ -51,6 +66,7 @@ class ExactPairs(NamedTuple):
             hidden.
           counts: False at queries that are padding, and give no mass to keys.
           num_key_heads: Number K of key heads, each of which chooses its keys.
+          ranks: Ranks of the keys by score, of ``score_ranks``; None if no keys are kept by score.
         """
         *batch, heads, length, key_length = estimated.shape
         place = jnp.arange(key_length)
@@ -63,6 +79,9 @@ class ExactPairs(NamedTuple):
         mass = jnp.sum(mass, axis=-2)
         rank = jnp.argsort(jnp.argsort(-mass, axis=-1), axis=-1)
         chosen = jnp.repeat(rank < self.num_keys, groups, axis=-2)[..., None, :]
+        if ranks is not None:
+            kept = kept_pairs(ranks, self.num_kept, self.bandwidth + 1)
+            chosen |= jnp.repeat(kept, groups, axis=-3)
         return chosen | jnp.broadcast_to(near, estimated.shape)
 
 
@@ -92,6 +111,7 @@ def head_errors(
     value: Float[Array, "*batch S K D"],
     counts: Bool[Array, "*batch T"],
     pairs: ExactPairs,
+    ranks: Float[Array, "*batch K T S"] | None = None,
 ) -> HeadErrors:
     """Returns the errors of positive features with exact pairs.
 
@@ -102,8 +122,9 @@ def head_errors(
       value: Values.
       counts: False at queries that are padding.
       pairs: Pairs with exact weights.
+      ranks: Ranks of the keys by score; None if no keys are kept by score.
     """
-    near = pairs.among(estimated, counts, value.shape[-2])
+    near = pairs.among(estimated, counts, value.shape[-2], ranks)
     sees = jnp.any(exact != -jnp.inf, axis=-1) & counts[..., None, :]
     implied, softmax = (
         jnp.where(sees[..., None], _softmax(logs), 0)

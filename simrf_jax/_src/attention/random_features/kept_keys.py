@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
 from simrf_jax._src import one_line
 from simrf_jax._src.attention.estimator import HeadMaps
@@ -244,43 +244,68 @@ def held_keys(
       segments: ``[B, n]``, or None.
       count: Number of keys to keep.
     """
+    return _num_better(score, segments, count) < count
+
+
+def _num_better(
+    score: Float[Array, "B n K"], segments: Integer[Array, "B n"] | None, num_before: int
+) -> Float[Array, "B C n K"]:
+    """Returns the number of better keys that have come by each of the C positions, for each key.
+
+    It is infinite for keys that have not come or are of another segment than the position.
+
+    Args:
+      score: ``[B, n, K]`` of ``num_before`` keys that came before, and of the keys at the C
+        positions; minus infinity for none.
+      segments: ``[B, n]``, or None.
+      num_before: Number of keys that came before.
+    """
     positions = jnp.arange(score.shape[1])[None]
     other, own = jnp.moveaxis(score, 1, -1)[:, :, :, None], score.mT[:, :, None]
     is_earlier = (positions > positions.T)[None, None]
     beats = (other > own) | ((other == own) & is_earlier)  # [B, K, n, n], the first the better.
     if segments is not None:
         beats &= (segments[:, :, None] == segments[:, None])[:, None]
-    comes_by = (positions.T[count:] >= positions).astype(score.dtype)
+    comes_by = (positions.T[num_before:] >= positions).astype(score.dtype)
     better = jnp.einsum("tj,bkji->btik", comes_by, beats.astype(score.dtype))
-    held = (better < count) & (comes_by > 0)[None, :, :, None] & (score > -jnp.inf)[:, None]
-    if segments is None:
-        return held
-    return held & _same(segments[:, count:], segments)
+    has_come = (comes_by > 0)[None, :, :, None] & (score > -jnp.inf)[:, None]
+    if segments is not None:
+        has_come &= _same(segments[:, num_before:], segments)
+    return jnp.where(has_come, better, jnp.inf)
 
 
-def kept_pairs(
-    inputs: Inputs, features: HeadMaps, count: int, *, delay: int
-) -> Bool[Array, "B T K 1 S"]:
-    """Returns a mask of the pairs of queries and kept keys.
+def key_ranks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B K T S"]:
+    """Returns the rank by score of each key among those up to each query's position, from 0 on.
+
+    It is infinite for keys after the query, hidden keys and keys of other segments.
 
     Args:
       inputs: Queries and keys, scaled.
-      features: Feature maps, whose scores choose.
+      features: Feature maps, whose scores rank the keys.
+    """
+    key_length = inputs.key.shape[1]
+    coming = one_key_for_each_query(inputs, 0)
+    ranks = _num_better(KeptKeys.of(coming, features).score, coming.segments, 0)
+    ranks = jnp.moveaxis(ranks, 3, 1)
+    missing = max(0, key_length - ranks.shape[3])
+    widths = ((0, 0), (0, 0), (0, 0), (0, missing))
+    return jnp.pad(ranks, widths, constant_values=jnp.inf)[..., :key_length]
+
+
+def kept_pairs(
+    ranks: Float[Array, "*batch T S"], count: ArrayLike, delay: ArrayLike
+) -> Bool[Array, "*batch T S"]:
+    """Returns a mask of the pairs of queries and kept keys.
+
+    Args:
+      ranks: Ranks of the keys, of ``key_ranks``.
       count: Number of keys to keep.
       delay: Number of positions after which a key comes.
     """
-    key_length = inputs.key.shape[1]
-    coming = one_key_for_each_query(inputs, -delay)
-    before = KeptKeys.empty(coming, count).score
-    score = jnp.concatenate([before, KeptKeys.of(coming, features).score], axis=1)
-    segments = coming.segments
-    if segments is not None:
-        # The keys before the first are none, so they may have any segment.
-        segments = jnp.concatenate([jnp.repeat(segments[:, :1], count, axis=1), segments], axis=1)
-    held = held_keys(score, segments, count)[:, :, count + delay :]
-    missing = max(0, key_length - held.shape[2])
-    held = jnp.pad(held, ((0, 0), (0, 0), (0, missing), (0, 0)))[:, :, :key_length]
-    return held.mT[:, :, :, None]
+    length = ranks.shape[-2]
+    rows = jnp.arange(length) - delay
+    rows = jnp.where(rows < 0, length, rows)  # Beyond the end, where all ranks are infinite.
+    return jnp.take(ranks, rows, axis=-2, mode="fill", fill_value=jnp.inf) < count
 
 
 def _same(

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax._src.attention import RandomFeatureMechanism
+from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
 from simrf_jax._src.attention.inputs.call import Call
-from simrf_jax._src.attention.inspection.all_pairs import log_kernels
+from simrf_jax._src.attention.inspection.all_pairs import log_kernels, score_ranks
 from simrf_jax._src.attention.inspection.distillation import mean_cross_entropy
 from simrf_jax._src.attention.inspection.exact_pairs import ExactPairs, head_errors
 from simrf_jax._src.features.calibrated import Calibrated
@@ -30,7 +30,20 @@ class Option(NamedTuple):
 
     num_features: int
     exact_bandwidth: int | None
-    exact_keys: int | tuple[int, ...] | None
+    exact_keys: int | ExactKeys | tuple[int, ...] | None
+
+    def in_order(self, *, is_causal: bool) -> Option:
+        """Returns the option for causal or packed attention: only the former chooses some keys."""
+        if not isinstance(self.exact_keys, int):
+            return self
+        keys = ExactKeys(self.exact_keys, by="score") if is_causal else None
+        return self._replace(exact_keys=keys)
+
+    def num_exact_keys(self) -> int:
+        """Returns the number of exact keys that a query sees."""
+        if isinstance(self.exact_keys, ExactKeys):
+            return int(self.exact_keys.count)
+        return self.exact_keys if isinstance(self.exact_keys, int) else len(self.exact_keys or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +52,7 @@ class LayerChoice:
 
     num_features: int
     exact_bandwidth: int | None
-    exact_keys: int | tuple[int, ...] | None
+    exact_keys: int | ExactKeys | tuple[int, ...] | None
     is_learned: bool
     operations: float
     relative_error: float
@@ -117,10 +130,8 @@ class Layer:
         calls = [seen.request.call for seen in self.test]
         if any(call.in_order() for call in calls):
             # The choice of some keys by all queries would look ahead, or into other segments.
-            options = [
-                option._replace(exact_keys=None) if isinstance(option.exact_keys, int) else option
-                for option in options
-            ]
+            is_causal = all(call.is_causal for call in calls)
+            options = [option.in_order(is_causal=is_causal) for option in options]
         costs = {
             option: float(np.mean([operations(option, one) for one in calls])) for option in options
         }
@@ -140,8 +151,9 @@ class Layer:
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
         errors, far, num_queries = [], np.zeros(()), np.zeros(())
         for seen in self.test:
-            estimated, exact, counts = _log_kernels(mechanism, seen.request)
-            found = head_errors(estimated, exact, seen.request.call.value, counts, pairs)
+            *logs, counts = _log_kernels(mechanism, seen.request)
+            ranks = _ranks(mechanism, seen.request, option)
+            found = head_errors(*logs, seen.request.call.value, counts, pairs, ranks)
             found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
             num_heads = found.counts.sum(axis=-1)
             mean = found.relative_error.sum(axis=-1) / np.maximum(num_heads, 1)
@@ -183,7 +195,8 @@ class Layer:
         numbers = jax.random.randint(prng_key, (num_steps,), 0, len(self.fit))
         for number in np.asarray(numbers):
             request = self.fit[number].request
-            rows, state = _learn(rows, state, mechanism, request, pairs, optimizer=optimizer)
+            ranks = _ranks(mechanism, request, option)
+            rows, state = _learn(rows, state, mechanism, request, pairs, ranks, optimizer=optimizer)
         learned = dataclasses.replace(learned, **rows)
         sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
         return self.make(**sizes, feature_map=learned)
@@ -198,9 +211,9 @@ def operations(option: Option, call: Call) -> float:
     """
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     dim, value_dim = call.key.shape[-1], call.value.shape[-1]
-    position, keys, bandwidth = np.arange(length), option.exact_keys, option.exact_bandwidth
+    position, bandwidth = np.arange(length), option.exact_bandwidth
     last = np.minimum(position, key_length - 1) if call.is_causal else key_length - 1
-    num_exact = length * (keys if isinstance(keys, int) else len(keys or ()))
+    num_exact = length * option.num_exact_keys()
     if bandwidth is not None:
         in_band = np.minimum(position + bandwidth, last) - np.maximum(position - bandwidth, 0) + 1
         num_exact += np.sum(np.maximum(in_band, 0))
@@ -224,6 +237,20 @@ def _log_kernels(
     return *log_kernels(mechanism, request.call), counts
 
 
+def _ranks(mechanism: RandomFeatureMechanism, request: Request, option: Option) -> jax.Array | None:
+    """Returns the ranks by score of a call's keys, if the option keeps keys by score."""
+    if not isinstance(option.exact_keys, ExactKeys):
+        return None
+    # All numbers of keys share one program.
+    by_score = dataclasses.replace(mechanism, exact_keys=ExactKeys(1, by="score"))
+    return _compiled_ranks(by_score, request)
+
+
+@jax.jit
+def _compiled_ranks(mechanism: RandomFeatureMechanism, request: Request) -> jax.Array:
+    return score_ranks(mechanism.estimator(), request.call)
+
+
 @functools.partial(jax.jit, static_argnames="optimizer")
 def _learn(
     rows: dict[str, jax.Array],
@@ -231,6 +258,7 @@ def _learn(
     mechanism: RandomFeatureMechanism,
     request: Request,
     pairs: ExactPairs,
+    ranks: jax.Array | None,
     *,
     optimizer: Any,
 ) -> tuple[dict[str, jax.Array], Any]:
@@ -243,7 +271,7 @@ def _learn(
         estimated, exact = (
             jnp.where(counts[..., None, :, None], logs, -jnp.inf) for logs in (estimated, exact)
         )
-        near = pairs.among(estimated, counts, request.call.key.shape[-2])
+        near = pairs.among(estimated, counts, request.call.key.shape[-2], ranks)
         return mean_cross_entropy(jnp.where(near, exact, estimated), exact)
 
     updates, state = optimizer.update(jax.grad(loss)(rows), state, rows)

@@ -17,6 +17,7 @@ import numpy as np
 from flax import nnx
 
 from simrf_jax._src import checks
+from simrf_jax._src.attention import ExactKeys
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_calibration import LOGGER
@@ -71,17 +72,24 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cells(choice: LayerChoice) -> tuple[str, ...]:
-    keys = choice.exact_keys
     return (
         str(choice.num_features),
         "none" if choice.exact_bandwidth is None else str(choice.exact_bandwidth),
-        "none" if keys is None else str(keys) if isinstance(keys, int) else f"{len(keys)} given",
+        _shown_keys(choice.exact_keys),
         "learned" if choice.is_learned else "calibrated",
         f"{choice.operations:.2f}",
         f"{choice.relative_error:.4f} ± {choice.standard_error:.4f}",
         f"{choice.far_share.mean():.3f}",
         f"{choice.softmax_far_share.mean():.3f}",
     )
+
+
+def _shown_keys(keys: int | ExactKeys | tuple[int, ...] | None) -> str:
+    if isinstance(keys, tuple):
+        return f"{len(keys)} given"
+    if isinstance(keys, ExactKeys):
+        return f"{int(keys.count)} by {keys.by}"
+    return "none" if keys is None else str(keys)
 
 
 def linearize(
@@ -119,8 +127,9 @@ def linearize(
     features learned by distillation, before options with more operations. Finally, each layer gets
     its adapter in place, as by ``swap_attention``.
 
-    Causal and packed attention cannot choose exact keys by all queries. Such layers treat a number
-    of ``exact_keys`` as None, but accept positions.
+    Bidirectional attention chooses a number of ``exact_keys`` by all queries. Causal attention must
+    not, so such layers choose it by score, ``ExactKeys(number, by="score")``. Packed bidirectional
+    attention can do neither: it treats a number as None, but accepts positions.
 
     Queries, keys and values of all layers for the held-out batches, and with ``num_steps`` for all
     batches, are in memory together, and the report compares all pairs of tokens of a batch: use
@@ -170,7 +179,7 @@ def linearize(
       - ``num_features``: Number of features of each head.
       - ``exact_bandwidth``: Distance over which queries see keys exactly, or None.
       - ``exact_keys``: Number of keys that all queries see exactly, a tuple of their positions, or
-        None.
+        None; ``ExactKeys`` in causal attention, whose queries see the best keys before them.
       - ``is_learned``: True if the features were learned, False if they are calibrated.
       - ``operations``: Multiplications, relative to those of exact attention at the same length,
         without those that choose exact keys.
@@ -223,6 +232,11 @@ def linearize(
     tried = [
         *itertools.starmap(Option, itertools.product(num_features, exact_bandwidth, exact_keys))
     ]
+    if wrong := [keys for keys in exact_keys if isinstance(keys, ExactKeys)]:
+        raise TypeError(
+            "exact_keys must have numbers, tuples of positions or None, got "
+            f"{wrong[0]!r}; causal layers choose a number of keys by score by themselves."
+        )
     if not tried:
         raise ValueError("num_features, exact_bandwidth and exact_keys must have a value each.")
     for given in (batches, held_out):
