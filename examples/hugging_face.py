@@ -23,8 +23,8 @@ import pathlib
 import pydoc_data.topics
 import re
 import sysconfig
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,8 @@ import optax
 from flax import nnx
 
 from simrf_jax.integrations.nnx import calibrate, linearize, swap_attention
+
+Model = TypeVar("Model", bound=nnx.Module)
 
 # The modules of the encoder and of one layer, under the names that the published file has for them.
 ENCODER_NAMES = {
@@ -106,10 +108,7 @@ class EncoderConfig:
         Raises:
           ValueError: If it is of another model than ``Encoder`` is.
         """
-        published = json.loads(path.read_text())
-        for name, expected in ARITHMETIC.items():
-            if (given := published.get(name, expected)) != expected:
-                raise ValueError(f"{name} must be {expected!r} in {path}, got {given!r}.")
+        published = read_config(path, ARITHMETIC)
         return cls(**{ours: published[theirs] for ours, theirs in CONFIG_NAMES.items()})
 
 
@@ -180,6 +179,23 @@ class EncoderLayer(nnx.Module):
         return self.mlp_norm(x + self.mlp_out(hidden))
 
 
+def read_config(path: pathlib.Path, arithmetic: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a ``config.json``.
+
+    Args:
+      path: Path of the file.
+      arithmetic: What the fields must be, where the file has them.
+
+    Raises:
+      ValueError: If a field is something else.
+    """
+    published = json.loads(path.read_text())
+    for name, expected in arithmetic.items():
+        if (given := published.get(name, expected)) != expected:
+            raise ValueError(f"{name} must be {expected!r} in {path}, got {given!r}.")
+    return published
+
+
 def load_model(path: pathlib.Path, config: EncoderConfig | None = None) -> Encoder:
     """Returns the encoder with the parameters of a file.
 
@@ -196,23 +212,40 @@ def load_model(path: pathlib.Path, config: EncoderConfig | None = None) -> Encod
     # Some files name the encoder, beside a head.
     tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
     shape = EncoderConfig() if config is None else config
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Encoder(shape, rngs=nnx.Rngs(0))))
-    flat = nnx.to_flat_state(state)
-    loaded = [
-        (place, variable.replace(_tensor(tensors, place, variable))) for place, variable in flat
-    ]
-    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+    return filled(lambda: Encoder(shape, rngs=nnx.Rngs(0)), tensors, _published_name)
 
 
-def _tensor(tensors: dict[str, np.ndarray], place: tuple[Any, ...], variable: Any) -> jax.Array:
-    """Returns the tensor of a parameter in the layout of Flax, which has ``[in, out]`` kernels."""
-    *module, leaf = place
+def _published_name(module: tuple[Any, ...]) -> str:
+    """Returns the name that the published file has for a module of the encoder."""
     if module[0] == "blocks":
-        name = f"encoder.layer.{module[1]}.{LAYER_NAMES[tuple(module[2:])]}"
-    else:
-        name = ENCODER_NAMES[tuple(module)]
-    tensor = tensors[f"{name}.{'bias' if leaf == 'bias' else 'weight'}"]
-    return jnp.asarray(tensor.T if leaf == "kernel" else tensor).reshape(variable.shape)
+        return f"encoder.layer.{module[1]}.{LAYER_NAMES[module[2:]]}"
+    return ENCODER_NAMES[module]
+
+
+def filled(
+    make: Callable[[], Model],
+    tensors: dict[str, np.ndarray],
+    name_of: Callable[[tuple[Any, ...]], str],
+) -> Model:
+    """Returns a model with the parameters of a published file.
+
+    PyTorch keeps kernels as ``[out, in]``, with the heads of attention in one axis.
+
+    Args:
+      make: Function that makes the model, whose parameters are then replaced.
+      tensors: Tensors of the file by their names.
+      name_of: Function of the path of a module that returns its name in the file.
+
+    Raises:
+      KeyError: If the file lacks a tensor of the model.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(make))
+    loaded = []
+    for (*module, leaf), variable in nnx.to_flat_state(state):
+        tensor = tensors[f"{name_of(tuple(module))}.{'bias' if leaf == 'bias' else 'weight'}"]
+        array = jnp.asarray(tensor.T if leaf == "kernel" else tensor, variable.dtype)
+        loaded.append(((*module, leaf), variable.replace(array.reshape(variable.shape))))
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
 
 
 def load_tokenizer(path: pathlib.Path) -> Any:
