@@ -184,7 +184,7 @@ def read_config(path: pathlib.Path, arithmetic: dict[str, Any]) -> dict[str, Any
 
     Args:
       path: Path of the file.
-      arithmetic: What the fields must be, where the file has them.
+      arithmetic: Required values of fields; the file may lack a field.
 
     Raises:
       ValueError: If a field is something else.

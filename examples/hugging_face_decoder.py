@@ -6,7 +6,7 @@ exact band and exact keys by score, and nothing is trained. With ``--relative_er
 chooses the features, band and exact keys of each layer instead, and ``--steps`` lets it learn
 features. Maps are fitted to help pages of Python, and all numbers are for other help pages.
 
-Run: python -m examples.hugging_face_decoder --model_dir=DIR --train_steps=600
+Run: python -m examples.hugging_face_decoder --model_dir=DIR --train_steps=800
      python -m examples.hugging_face_decoder --model_dir=DIR [--length 256] [--features 64]
      python -m examples.hugging_face_decoder --model_dir=DIR --relative_error=0.05 [--steps 100]
 
@@ -306,9 +306,9 @@ class Texts(NamedTuple):
     """Windows of help pages, ``[n, length + 1]``; no two fields share a paragraph.
 
     Attributes:
-      train: To train on, and to fit features to.
-      judge: To choose the sizes of layers on.
-      test: To measure on.
+      train: Windows to train on, and to fit features to.
+      judge: Windows to choose the sizes of layers on.
+      test: Windows to measure on.
     """
 
     train: np.ndarray
@@ -444,7 +444,7 @@ def main() -> None:
         config = DecoderConfig()
         save_model(train(texts.train, config, options.train_steps), config, folder)
     elif not (folder / "config.json").exists():
-        parser.error(f"--model_dir={folder} lacks config.json; --train_steps=600 makes a model.")
+        parser.error(f"--model_dir={folder} lacks config.json; --train_steps=800 makes a model.")
     model = load_model(folder)
     fit, test = texts.train[:NUM_FIT, :-1], texts.test[:NUM_TEST]
     before = mean_bits(model, test)
