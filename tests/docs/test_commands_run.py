@@ -29,6 +29,7 @@ LEFT_OUT = {
     "tools.evaluate": "a finished run; tests/experiments/vit has one",
     "tools.export": "a finished run; tests/experiments/vit has one",
     "tools.report": "a finished run; tests/experiments/vit has one",
+    "runs/decoder --relative_error": "a trained model; tests/examples has a small one",
     "colabs.store": "a kernel of Jupyter; tests/test_colabs.py runs the notebooks",
 }
 MODELS = os.environ.get("SIMRF_MODEL_DIR")

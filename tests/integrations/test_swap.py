@@ -93,7 +93,7 @@ def test_where_chooses_layers(x):
     assert model.lower.attention.attention_fn is nnx.dot_product_attention
 
 
-GROUPED = "num_kv_heads" in inspect.signature(nnx.MultiHeadAttention).parameters
+GROUPED = "num_kv_heads" in inspect.signature(nnx.MultiHeadAttention.__init__).parameters
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}] if GROUPED else [{}])
