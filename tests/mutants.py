@@ -212,7 +212,10 @@ MUTANTS = [
     *(
         Mutant(f"{CORE}/kept_keys.py", text, wrong, "tests/attention/test_kept_keys.py")
         for text, wrong in (
-            ("held = (better < count)", "held = (better <= count)"),
+            (
+                "_num_better(score, segments, count) < count",
+                "_num_better(score, segments, count) <= count",
+            ),
             ("leaves &= _same(", "leaves |= ~_same("),
             ("sees &= _same(", "sees |= ~_same("),
         )
