@@ -57,7 +57,7 @@ def test_errors_are_those_of_attention(case):
     call = Call.of(q, k, v, **options)
     estimated, exact = jax.jit(log_kernels)(mechanism, call)
     pairs = ExactPairs.of(case["exact_bandwidth"], case["exact_keys"])
-    one = dataclasses.replace(mechanism, exact_keys=ExactKeys(1, by="score")).estimator()
+    one = dataclasses.replace(mechanism, exact_keys=ExactKeys(1, by="score"))
     ranks = jax.jit(score_ranks)(one, call) if by_score else None
     found = head_errors(estimated, exact, jnp.asarray(v), jnp.asarray(counts), pairs, ranks)
     np.testing.assert_allclose(found.relative_error, error / norm, rtol=1e-4, atol=1e-10)

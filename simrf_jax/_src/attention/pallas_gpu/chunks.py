@@ -127,8 +127,9 @@ class Scan:
     @property
     def tokens(self) -> Side:
         """The own tokens and the others."""
-        pairs = zip(self.own[1:], self.others[1:], strict=True)
-        return Side(True, *(own + others for own, others in pairs))
+        own, others = self.own, self.others
+        vectors, numbers = own.vectors + others.vectors, own.numbers + others.numbers
+        return Side(True, vectors, numbers, own.fills + others.fills)
 
     @property
     def num_chunks(self) -> int:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
+from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inspection.all_pairs import log_kernels, score_ranks
 from simrf_jax._src.attention.inspection.distillation import mean_cross_entropy
@@ -242,13 +243,13 @@ def _ranks(mechanism: RandomFeatureMechanism, request: Request, option: Option) 
     if not isinstance(option.exact_keys, ExactKeys):
         return None
     # All numbers of keys share one program.
-    by_score = dataclasses.replace(mechanism, exact_keys=ExactKeys(1, by="score"))
+    by_score = dataclasses.replace(mechanism, exact_keys=KeyChoice.of(ExactKeys(1, by="score")))
     return _compiled_ranks(by_score, request)
 
 
 @jax.jit
 def _compiled_ranks(mechanism: RandomFeatureMechanism, request: Request) -> jax.Array:
-    return score_ranks(mechanism.estimator(), request.call)
+    return score_ranks(mechanism, request.call)
 
 
 @functools.partial(jax.jit, static_argnames="optimizer")
