@@ -276,19 +276,26 @@ def test_causal_maps(interpreter, name):
 
 
 @interpreted
-def test_programs_that_share_the_chunks_of_a_head(interpreter, monkeypatch):
+@pytest.mark.parametrize(
+    ("length", "chunks_of_part"), [(260, 1), pytest.param(390, 2, marks=pytest.mark.slow)]
+)
+def test_programs_that_share_the_chunks_of_a_head(interpreter, monkeypatch, length, chunks_of_part):
     from simrf_jax._src.attention.pallas_gpu import chunks
 
-    q, k, v = tokens(260, heads=1)
-    want = by_xla(*wide((q, k, v)), projection(50, DIM), is_causal=True)
-    monkeypatch.setattr(chunks, "LEAST_CHUNKS", 1)
-    got = in_kernel(q, k, v, projection(50, DIM), is_causal=True)
-    assert reference.relative_error(got, want) <= 5e-3
+    q, k, v = tokens(length, heads=2, key_heads=1)
+    monkeypatch.setattr(chunks, "LEAST_CHUNKS", chunks_of_part)
+    of_outputs = jnp.cos(jnp.arange(q.size)).reshape(q.shape)
+    check_causal(q, k, v, projection(50, DIM), of_outputs)
 
 
 @interpreted
+@pytest.mark.parametrize("in_parts", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_what_is_not_finite_reaches_no_earlier_output(interpreter, which):
+def test_what_is_not_finite_reaches_no_earlier_output(interpreter, monkeypatch, which, in_parts):
+    from simrf_jax._src.attention.pallas_gpu import chunks
+
+    if in_parts:
+        monkeypatch.setattr(chunks, "LEAST_CHUNKS", 1)
     arrays, place = tokens(140, heads=1), 60
     is_bad = np.arange(140) == place if which == "query" else np.arange(140) >= place
     of_outputs = jnp.where(jnp.asarray(is_bad)[:, None, None], 0.0, 1.0) * jnp.ones(arrays[0].shape)

@@ -90,17 +90,9 @@ def attend(operands: Operands, interpret: Any) -> Read:
       interpret: Parameters of the interpreter, or None to compile.
     """
     query, keys, query_rows, key_rows, row_terms = operands
-    batch, length, num_heads, _ = query.shape
-    chunks = ceil_div(length, CHUNK)
-    parts = max(1, min(SMS // (batch * num_heads), chunks // LEAST_CHUNKS))
-    before: list[jax.Array] = []
-    if parts > 1:
-        num_key_heads = keys.vectors[0].shape[2]
-        side = Side(False, key_rows)
-        before = _before(flash.attend_in_parts(side, keys, num_key_heads, parts, interpret))
     rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    scan = Scan(Side(True, (query,)), keys, rows, stages=2, parts=parts)
-    return Read(*scan.run(Attention, before, interpret))
+    scan = Scan(Side(True, (query,)), keys, rows, stages=2)
+    return Read(*scan.run(Attention, interpret))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +105,6 @@ class Scan:
       others: The same number of tokens that they see, and their values.
       rows: Rows of W of the own tokens and of the others, two parts each, and their terms.
       stages: Chunks that are loaded at once.
-      parts: Number of programs that share the chunks of a head.
       is_reversed: True to go from the last chunk to the first one.
     """
 
@@ -121,7 +112,6 @@ class Scan:
     others: Side
     rows: Side
     stages: int
-    parts: int = 1
     is_reversed: bool = False
 
     @property
@@ -130,6 +120,13 @@ class Scan:
         own, others = self.own, self.others
         vectors, numbers = own.vectors + others.vectors, own.numbers + others.numbers
         return Side(True, vectors, numbers, own.fills + others.fills)
+
+    @property
+    def parts(self) -> int:
+        """Number of programs that share the chunks of a head."""
+        num_programs = self.own.vectors[0].shape[0] * self.num_heads
+        num_chunks = ceil_div(self.own.length, CHUNK)
+        return max(1, min(SMS // num_programs, num_chunks // LEAST_CHUNKS))
 
     @property
     def num_chunks(self) -> int:
@@ -141,15 +138,11 @@ class Scan:
         """Number of query heads."""
         return max(x.vectors[0].shape[2] for x in (self.own, self.others))
 
-    def run(
-        self, program: type[Program], before: Sequence[jax.Array], interpret: Any
-    ) -> tuple[jax.Array, ...]:
+    def run(self, program: type[Program], interpret: Any) -> tuple[jax.Array, ...]:
         """Runs the kernel.
 
         Args:
           program: Work of a warp group on a chunk.
-          before: State of the rows before the first chunk of each part: means of the values
-            ``[parts * B, heads, ROWS, D]``, and log-sum-exps; nothing for one part.
           interpret: Parameters of the interpreter, or None to compile.
 
         Returns:
@@ -157,6 +150,7 @@ class Scan:
         """
         tokens, rows, num, stages = self.tokens, self.rows, self.num_chunks, self.stages
         batch = tokens.vectors[0].shape[0]
+        before = self._before(interpret) if self.parts > 1 else []
 
         def kernel(
             refs: Any,
@@ -185,8 +179,9 @@ class Scan:
                 rows.copy(place, 0, row_refs, row_tiles, loaded)
                 if before:
                     of_part = Place(part * batch + place.batch, place.head, self.num_heads)
-                    targets = memory["means"], memory["numbers"][0]
-                    for source, target in zip(before_refs, targets, strict=True):
+                    units, _, _, offsets, _ = memory["numbers"]
+                    targets = memory["means"], units, offsets
+                    for source, target in zip(before_refs, targets, strict=False):
                         plgpu.copy_gmem_to_smem(of_part.of(source, 0, ROWS), target, loaded)
 
                 def load(step: Any, _: int, slot: Any) -> None:
@@ -217,7 +212,7 @@ class Scan:
                     plgpu.barrier_arrive(free.at[slot])
                     return state
 
-                lax.fori_loop(0, num, step, mine.start(is_first=not before))
+                lax.fori_loop(0, num, step, mine.start())
                 plgpu.barrier_wait(memory["have_read"])
                 plgpu.wait_smem_to_gmem(0)
 
@@ -225,6 +220,39 @@ class Scan:
         outputs, scratch = self._outputs(program), self._memory(len(before))
         grid = (batch, self.num_heads, self.parts, 1)
         return launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
+
+    def _before(self, interpret: Any) -> list[jax.Array]:
+        """Returns the state of the rows before the first chunk of each part.
+
+        It has means of the values, ``[parts * B, heads, ROWS, D]``, log-sum-exps and, if the others
+        have them, means of the offsets.
+        """
+        others, rows = self.others, Side(False, self.rows.vectors[2:])
+        terms, *offsets = others.numbers
+        # 0 * NaN is not 0.
+        is_some = jnp.swapaxes(terms != -jnp.inf, 1, 2)[:, : others.length, :, None]
+        vectors, values = (jnp.where(is_some, x, 0) for x in others.vectors)
+
+        def attend(values: jax.Array) -> Read:
+            side = Side(True, (vectors, values), (terms,), others.fills[:1])
+            num_heads = vectors.shape[2]
+            return flash.attend_in_parts(rows, side, num_heads, self.parts, interpret)
+
+        means, lse = attend(values)
+        found = [means]
+        if offsets:
+            found.append(attend(_as_vectors(offsets[0], values))[0][..., :3])
+        if self.is_reversed:
+            lse, *found = (jnp.flip(x, axis=0) for x in (lse, *found))
+        weights, lse = _weights_of_parts_before(lse)
+        means, *offsets = (
+            jnp.einsum(
+                "ijbkm,jbkmd->ibkmd", weights, jnp.where(jnp.isnan(x), 0, x), precision="highest"
+            )
+            for x in found
+        )
+        state = [means.astype(jnp.bfloat16), lse, *(jnp.sum(x, axis=-1) for x in offsets)]
+        return [x.reshape(-1, *x.shape[2:]) for x in state]
 
     def _outputs(self, program: type[Program]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the arrays that result."""
@@ -266,21 +294,32 @@ class Scan:
         return own, Tile(tile.vectors[num:], tile.numbers[numbers:])
 
 
-def _before(found: Read) -> list[jax.Array]:
-    """Returns what rows read of all parts of the keys before each part, its number first."""
-    out, lse = found
-    parts = len(out)
-    is_before = jnp.tri(parts, k=-1, dtype=bool)[..., None, None, None]
+def _weights_of_parts_before(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the weights of all parts before each part, along the first axes, and their sum.
+
+    Args:
+      lse: Log-sum-exps of what rows have read of each part.
+
+    Returns:
+      The weights, which sum to one, and the log-sum-exps of the parts before each part.
+    """
+    is_before = jnp.tri(len(lse), k=-1, dtype=bool)[..., None, None, None]
     of_parts = jnp.where(is_before, lse, -jnp.inf)
     top = jnp.max(of_parts, axis=1)
     top = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp2(of_parts - top[:, None])
     total = jnp.sum(weights, axis=1)
-    weights /= jnp.where(total == 0, 1, total)[:, None]
-    out = jnp.where(jnp.isfinite(lse)[..., None], out, 0)  # 0 * NaN is not 0.
-    out = jnp.einsum("ijbkm,jbkmd->ibkmd", weights, out, precision="highest")
-    lse = top + jnp.log2(total)
-    return [x.reshape(-1, *x.shape[2:]) for x in (out.astype(jnp.bfloat16), lse)]
+    return weights / jnp.where(total == 0, 1, total)[:, None], top + jnp.log2(total)
+
+
+def _as_vectors(numbers: jax.Array, like: jax.Array) -> jax.Array:
+    """Returns vectors in bfloat16 whose first three components sum to numbers ``[B, heads, T]``."""
+    rest = jnp.swapaxes(numbers, 1, 2)[:, : like.shape[1], :, None]
+    parts = []
+    for _ in range(3):
+        parts.append(rest.astype(jnp.bfloat16))
+        rest -= parts[-1].astype(jnp.float32)
+    return jnp.pad(jnp.concatenate(parts, axis=-1), [(0, 0)] * 3 + [(0, like.shape[-1] - 3)])
 
 
 class Program(abc.ABC):
@@ -328,20 +367,23 @@ class Program(abc.ABC):
     def by_pairs(self, own: Tile, others: Tile) -> None:
         """Writes the results at any exponents, and of tokens that may not be finite."""
 
-    def start(self, *, is_first: bool) -> Any:
+    def start(self) -> Any:
         """Returns the state of the own rows before the first chunk.
 
         It has sums of values, their denominators and maxima as in ``flash``, and sums of offsets.
         """
         dim = self.means.shape[-1]
-        if is_first:
+        if self.scan.parts == 1:
             return zeros(TILE, dim), zeros(TILE), zeros(TILE) + LEAST, zeros(TILE)
         lse = read(self.units.at[self.half], 0)
         means = read(self.means.at[self.half]).astype(jnp.float32)
         means += along(jnp.where(lse < jnp.inf, 0.0, jnp.nan), 0, means.shape)
         is_some = lse > LEAST
         top = jnp.where(is_some, lse, LEAST)
-        return means, jnp.where(is_some, 1.0, 0.0), top, zeros(TILE)
+        offset = zeros(TILE)
+        if len(self.scan.others.numbers) > 1:
+            offset += jnp.where(is_some, read(self.offsets.at[self.half], 0), 0.0)
+        return means, jnp.where(is_some, 1.0, 0.0), top, offset
 
     def advance(self, state: Any, own: Tile, others: Tile) -> Any:
         """Writes the results of the own tokens, and returns the state after the others."""

@@ -64,10 +64,10 @@ def gradients(operands: Operands, found: Read, of_out: jax.Array, interpret: Any
     keys = keys._replace(numbers=(terms,))
     queries = Side(True, (query, of_out), (offset, means), (-jnp.inf, 0.0))
     rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    of_query, _ = Scan(queries, keys, rows, stages=1).run(OfQueries, (), interpret)
+    of_query, _ = Scan(queries, keys, rows, stages=1).run(OfQueries, interpret)
     rows = rows._replace(vectors=(*key_rows, *query_rows))
     scan = Scan(keys, queries, rows, stages=1, is_reversed=True)
-    of_key, of_value, of_terms = scan.run(OfKeys, (), interpret)
+    of_key, of_value, of_terms = scan.run(OfKeys, interpret)
     num_key_heads = keys.vectors[0].shape[2]
 
     def summed(x: jax.Array, axis: int) -> jax.Array:
