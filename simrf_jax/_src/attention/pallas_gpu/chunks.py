@@ -150,7 +150,7 @@ class Scan:
         """
         tokens, rows, num, stages = self.tokens, self.rows, self.num_chunks, self.stages
         batch = tokens.vectors[0].shape[0]
-        before = self._before(interpret) if self.parts > 1 else []
+        before = self._before(program, interpret) if self.parts > 1 else []
 
         def kernel(
             refs: Any,
@@ -221,7 +221,7 @@ class Scan:
         grid = (batch, self.num_heads, self.parts, 1)
         return launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
 
-    def _before(self, interpret: Any) -> list[jax.Array]:
+    def _before(self, program: type[Program], interpret: Any) -> list[jax.Array]:
         """Returns the state of the rows before the first chunk of each part.
 
         It has means of the values, ``[parts * B, heads, ROWS, D]``, log-sum-exps and, if the others
@@ -229,9 +229,10 @@ class Scan:
         """
         others, rows = self.others, Side(False, self.rows.vectors[2:])
         terms, *offsets = others.numbers
-        # 0 * NaN is not 0.
-        is_some = jnp.swapaxes(terms != -jnp.inf, 1, 2)[:, : others.length, :, None]
-        vectors, values = (jnp.where(is_some, x, 0) for x in others.vectors)
+        vectors, values = others.vectors
+        if program.hides_what_is_not_finite:  # 0 * NaN is not 0.
+            is_some = jnp.swapaxes(terms != -jnp.inf, 1, 2)[:, : others.length, :, None]
+            vectors, values = (jnp.where(is_some, x, 0) for x in (vectors, values))
 
         def attend(values: jax.Array) -> Read:
             side = Side(True, (vectors, values), (terms,), others.fills[:1])
@@ -328,6 +329,7 @@ class Program(abc.ABC):
     Attributes:
       name: Name of the kernel in a profile.
       num_vectors: Number of vectors that result.
+      hides_what_is_not_finite: True if others with a term of minus infinity may not be finite.
       scan: The kernel.
       group: Number of the warp group.
       half: Its rows, and its tokens.
@@ -335,6 +337,7 @@ class Program(abc.ABC):
 
     name: ClassVar[str]
     num_vectors: ClassVar[int] = 1
+    hides_what_is_not_finite: ClassVar[bool] = False
 
     def __init__(
         self,

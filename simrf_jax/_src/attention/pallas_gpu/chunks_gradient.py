@@ -81,6 +81,8 @@ def gradients(operands: Operands, found: Read, of_out: jax.Array, interpret: Any
 class _Gradient(Program):
     """The sums of exponents that queries and keys have in common."""
 
+    hides_what_is_not_finite = True
+
     def exponents_of_own(self, own: Tile) -> jax.Array:
         """Returns the exponents of the features of the own tokens, ``[TILE, rows]``."""
         logits = products(own.vectors[:1], self.own_rows)
