@@ -27,7 +27,7 @@ ORDERED = {
     ),
 }
 # Experiments whose models another experiment continues.
-CONTINUED = {"swap": {"char_lm", "vit"}}
+CONTINUED = {"recall": {"char_lm", "swap"}, "swap": {"char_lm", "vit"}}
 MOST_ENTRIES = 9  # Entries of experiments/vit beside its README and its figures.
 
 

@@ -29,6 +29,7 @@ PACKAGES = (
     "tests/experiments/harness",
     "tests/experiments/kernel_mse",
     "tests/experiments/kernel_regression",
+    "tests/experiments/recall",
     "tests/experiments/swap",
     "tests/features",
     "tests/integrations",

@@ -167,7 +167,7 @@ def with_parameters(task: Task, vector: np.ndarray) -> nnx.Module:
 def task(name: str, config: ConfigDict) -> Task:
     """Returns the task of a name, which is that of its section of the config."""
     if name == "char_lm":
-        return language_task(config.char_lm)
+        return language_task(corpus.load(), config.char_lm)
     # The digits come with scikit-learn.
     return vision_task(name, config[name], "" if name == "digits" else config.data_dir)
 
@@ -229,13 +229,13 @@ def _is_right(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 
-def language_task(config: ConfigDict) -> Task:
+def language_task(text: corpus.Text, config: ConfigDict) -> Task:
     """Returns the model of ``experiments.char_lm`` with softmax attention, scored by its bits.
 
     Args:
+      text: Text to train and to test on.
       config: Section ``char_lm`` of the config.
     """
-    text = corpus.load()
     windows = corpus.windows(text.validation, config.context)
     unused: dict[str, Any] = {"num_features": 1, "coupling": "iid", "bandwidth": 0}
     make_model = functools.partial(

@@ -5,6 +5,7 @@ import optax
 import pytest
 from flax import nnx
 
+from experiments.char_lm import corpus
 from experiments.swap import training
 from experiments.swap.methods import METHODS, Method
 from experiments.swap.swapping import record, swapped
@@ -23,7 +24,7 @@ def digits():
 
 @pytest.fixture(scope="module")
 def char_lm():
-    return language_task(tiny.get_config().char_lm)
+    return language_task(corpus.load(), tiny.get_config().char_lm)
 
 
 def trained(task, model, steps, **changes):

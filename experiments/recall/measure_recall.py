@@ -1,0 +1,204 @@
+"""Accuracy of associative recall: each model is trained on more and more pairs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from ml_collections import ConfigDict
+
+from experiments.harness import resumable, train_state
+from experiments.recall import kinds, pairs
+from experiments.swap import training
+from experiments.swap.training import Batch, Task
+
+SHORT = 8  # Numbers of pairs up to this one have sequences of one length.
+TEST_SEED = 2**32  # Of the held-out sequences; no seed of a run is as large.
+
+
+class Case(NamedTuple):
+    """Sizes of a model and its task.
+
+    Attributes:
+      attention: Name in ``kinds.LABELS``.
+      num_pairs: Number N of pairs.
+      num_features: Number of features of a head, or 0 for softmax attention.
+      exact_keys: Number of exact keys of a head, for attentions that have some.
+    """
+
+    attention: str
+    num_pairs: int
+    num_features: int
+    exact_keys: int
+
+    @property
+    def stages(self) -> list[tuple[int, int]]:
+        """Returns the numbers of pairs of the training, and those of as long sequences.
+
+        The numbers double up to N. There are two lengths only, as each is a program to compile.
+        """
+        powers = [2**power for power in range(1, self.num_pairs.bit_length())]
+        first = min(SHORT, self.num_pairs)
+        return [(size, first if size <= first else self.num_pairs) for size in powers]
+
+
+def cases(config: ConfigDict) -> dict[str, Case]:
+    """Returns the cases by name; half of the features give way where exact keys replace them."""
+    found = {}
+    sizes = itertools.product(config.num_pairs, config.attentions, config.num_features)
+    for n, attention, m in sizes:
+        if attention == "softmax":
+            found[f"{attention}-{n}"] = Case(attention, n, 0, 0)
+        else:
+            on_top = kinds.KINDS[attention].keys == "on_top"
+            keys = config.recall.exact_keys if on_top else m // 2
+            found[f"{attention}-{n}-{m}"] = Case(attention, n, m, keys)
+    return found
+
+
+def run(config: ConfigDict, pieces: resumable.Pieces) -> list[dict[str, Any]]:
+    """Trains what ``pieces`` lack, and returns the section of the results.
+
+    Args:
+      config: The whole config.
+      pieces: Pieces of the run.
+
+    Returns:
+      For each case, its fields, and for each seed, the accuracy, the number of steps, and the
+      number of pairs of the last of them.
+    """
+    rows: dict[str, dict[str, Any]] = {
+        name: {**case._asdict(), "runs": {}} for name, case in cases(config).items()
+    }
+    optimizer = make_optimizer(config.recall)
+    for seed, (name, case) in itertools.product(config.seeds, cases(config).items()):
+        kept = pieces.get(f"recall-{name}-{seed}", train, config.recall, case, optimizer, seed=seed)
+        names = "accuracy", "steps", "trained"
+        rows[name]["runs"][str(seed)] = dict(zip(names, kept.tolist(), strict=True))
+    return [*rows.values()]
+
+
+def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
+    """Returns an optimizer whose learning rate hardly falls, because runs may end early."""
+    long = ConfigDict(config.to_dict() | {"num_steps": 10**6})
+    return train_state.make_optimizer(long, b2=config.b2)[0]
+
+
+def train(
+    config: ConfigDict, case: Case, optimizer: optax.GradientTransformation, *, seed: int
+) -> np.ndarray:
+    """Trains one model, with more pairs as soon as it has learned the number before.
+
+    A run ends at N pairs, or at the first number of pairs that it fails to learn.
+
+    Args:
+      config: Section ``recall`` of the config.
+      case: Sizes.
+      optimizer: Optimizer, the same object for all runs.
+      seed: Seed of parameters, projections and batches.
+
+    Returns:
+      Accuracy on held-out sequences of N pairs, number of steps, and number of pairs of the last.
+    """
+    stage = case.stages[0]
+
+    def train_batches(seed: int) -> Callable[[int], Batch]:
+        def batch(step: int) -> Batch:
+            size, padded = stage
+            fitting = min(config.batch_size, config.batch_tokens // (3 * padded))
+            return draw(config, (seed, step), max(1, fitting), size, padded)
+
+        return batch
+
+    task = make_task(config, case, train_batches)
+    most = config.num_steps * len(case.stages)
+    models = training.train(
+        task,
+        training.initial_model(task, seed),
+        optimizer,
+        seed=seed,
+        first_step=0,
+        milestones=(*range(0, most + 1, config.eval_interval),),
+    )
+    model, total = next(models), 0
+    for stage in case.stages:  # The batches are those of the stage.
+        size, padded = stage
+        enough = config.learned_at if size == case.num_pairs else config.go_on_at
+        accuracy, done = 0.0, 0
+        while accuracy < enough and done < config.num_steps:
+            model = next(models)
+            done += config.eval_interval
+            accuracy = evaluate(config, task, model, size, padded)
+        total += done
+        if accuracy < config.failed_below:
+            break
+    if size < case.num_pairs:
+        accuracy = evaluate(config, task, model, case.num_pairs, case.num_pairs)
+    return np.array([accuracy, total, size])
+
+
+def draw(
+    config: ConfigDict, seed: tuple[int, ...], num_sequences: int, num_pairs: int, padded: int
+) -> Batch:
+    """Returns sequences as long as those of ``padded`` pairs, a function of the seed."""
+    return pairs.draw(
+        np.random.default_rng(seed),
+        num_sequences=num_sequences,
+        num_pairs=num_pairs,
+        num_keys=config.num_keys,
+        num_values=config.num_values,
+        num_repeats=padded // num_pairs,
+    )
+
+
+def evaluate(
+    config: ConfigDict, task: Task, model: nnx.Module, num_pairs: int, padded: int
+) -> float:
+    """Returns the accuracy on held-out sequences of a number of pairs."""
+    seed = TEST_SEED, num_pairs
+    inputs, targets = draw(config, seed, config.test_sequences, num_pairs, padded)
+    return training.evaluate(task._replace(test_inputs=inputs, test_targets=targets), model)
+
+
+def make_task(
+    config: ConfigDict, case: Case, train_batches: Callable[[int], Callable[[int], Batch]]
+) -> Task:
+    """Returns the task of a model; its test sequences depend on the number of pairs."""
+    make_model = functools.partial(
+        kinds.make_model,
+        config.num_keys + config.num_values,
+        case.attention,
+        num_features=case.num_features,
+        exact_keys=case.exact_keys,
+        bandwidth=config.bandwidth,
+        **config.model,
+    )
+    empty = np.zeros((0, 0), np.int32)
+    return Task(
+        make_model=lambda rngs: make_model(rngs=rngs),
+        apply=answer,
+        score=is_right,
+        train_batches=train_batches,
+        fit_inputs=empty,
+        test_inputs=empty,
+        test_targets=empty,
+        test_batch_size=config.test_sequences,
+    )
+
+
+def answer(model: Any, tokens: jax.Array, prng_key: jax.Array | None) -> jax.Array:
+    """Returns the logits of the queries, which are the last third of the tokens."""
+    del prng_key  # The model has no dropout.
+    return model(tokens)[:, -(tokens.shape[1] // 3) :]
+
+
+def is_right(logits: jax.Array, values: jax.Array) -> jax.Array:
+    """Returns the share of right answers of each sequence."""
+    return jnp.mean(jnp.argmax(logits, axis=-1) == values, axis=-1)

@@ -1,0 +1,82 @@
+"""Config and run of the experiment: associative recall, and training for equal time."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from experiments.harness import config_fields, files, resumable
+from experiments.harness.mistakes import UserError
+from experiments.recall import equal_time, kinds, measure_recall, summary
+from experiments.recall.configs import paper
+
+FIELDS = config_fields.types_of(paper.get_config())
+SELECTION = ("seeds", "parts", "attentions", "num_features", "num_pairs", "contexts")
+PARTS = ("recall", "equal_time")
+LEAST = {f"{part}.{name}": 0 for part in PARTS for name in ("warmup_steps", "bandwidth")}
+LEAST |= {"num_features": 4, "num_pairs": 2, "contexts": 2}
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
+    """
+    values = config_fields.check_fields(config, FIELDS, LEAST)
+    for part in config.parts:
+        config_fields.check_one_of("Each of config.parts", part, PARTS)
+    for field in ("attentions", "equal_time.attentions"):
+        for name in values[field]:
+            config_fields.check_one_of(f"Each of config.{field}", name, kinds.LABELS)
+    for part in PARTS:
+        config_fields.check_rotary(values, f"{part}.")
+        rate = f"{part}.learning_rate"
+        config_fields.check_range(rate, values[rate], config_fields.above(0))
+    seconds = "equal_time.seconds"
+    config_fields.check_range(seconds, values[seconds], config_fields.above(0))
+    ours = config.recall
+    for size in config.num_pairs:
+        if size & (size - 1) or size > ours.num_keys:
+            raise UserError(
+                "Each of config.num_pairs must be a power of two and at most num_keys="
+                f"{ours.num_keys}, got {size}."
+            )
+    if ours.num_steps % ours.eval_interval:
+        raise UserError(
+            f"config.recall.num_steps must be a multiple of eval_interval={ours.eval_interval}, "
+            f"got {ours.num_steps}."
+        )
+    if config.equal_time.exact_keys >= config.equal_time.num_features - 1:
+        raise UserError(
+            "config.equal_time.exact_keys must be at least two below num_features="
+            f"{config.equal_time.num_features}, got {config.equal_time.exact_keys}."
+        )
+
+
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Trains all models that ``workdir`` lacks, and writes results and figures there.
+
+    Args:
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
+
+    Returns:
+      The content of ``results.json``: a section for each of ``config.parts``.
+
+    Raises:
+      UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
+        another config.
+    """
+    check(config)
+    pieces = resumable.Pieces(workdir, config, selection=SELECTION)
+    parts = {"recall": measure_recall.run, "equal_time": equal_time.run}
+    results = {part: parts[part](config, pieces) for part in config.parts}
+    return files.finish(workdir, results, lambda: summary.draw(results))
+
+
+def report(results: dict[str, Any]) -> str:
+    """Returns the tables of the README."""
+    return "\n\n".join(summary.describe(results))
