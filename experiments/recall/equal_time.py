@@ -97,7 +97,8 @@ def start(task: Task, config: ConfigDict, milestones: tuple[int, ...], *, seed: 
 @functools.cache  # An optimizer of its own would compile a program for each seed.
 def _optimizer(config: str, num_steps: int) -> optax.GradientTransformation:
     """Returns the optimizer of a run, given its config as JSON and its length."""
-    rate = ConfigDict(json.loads(config) | {"num_steps": num_steps})
+    rate = ConfigDict(json.loads(config))
+    rate.num_steps = max(num_steps, rate.warmup_steps + 1)  # A few timed steps only warm up.
     return train_state.make_optimizer(rate, b2=rate.b2)[0]
 
 

@@ -77,23 +77,35 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {
         name: {**case._asdict(), "runs": {}} for name, case in cases(config).items()
     }
-    optimizer = make_optimizer(config.recall)
+    optimizers = Optimizers.of(config.recall)
     for seed, (name, case) in itertools.product(config.seeds, cases(config).items()):
-        kept = pieces.get(f"recall-{name}-{seed}", train, config.recall, case, optimizer, seed=seed)
+        kept = pieces.get(
+            f"recall-{name}-{seed}", train, config.recall, case, optimizers, seed=seed
+        )
         names = "accuracy", "steps", "trained"
         rows[name]["runs"][str(seed)] = dict(zip(names, kept.tolist(), strict=True))
     return [*rows.values()]
 
 
-def make_optimizer(config: ConfigDict) -> optax.GradientTransformation:
-    """Returns an optimizer whose learning rate hardly falls, because runs may end early."""
-    long = ConfigDict(config.to_dict() | {"num_steps": 10**6})
-    return train_state.make_optimizer(long, b2=config.b2)[0]
+class Optimizers(NamedTuple):
+    """The optimizers of all runs; each compiles its own program.
+
+    Attributes:
+      early: Optimizer before the last number of pairs. Its learning rate hardly falls.
+      last: Optimizer of the last number of pairs.
+    """
+
+    early: optax.GradientTransformation
+    last: optax.GradientTransformation
+
+    @classmethod
+    def of(cls, config: ConfigDict) -> Optimizers:
+        """Returns the optimizers of the section ``recall`` of the config."""
+        rates = (ConfigDict(config.to_dict() | {"num_steps": n}) for n in (10**6, config.num_steps))
+        return cls(*(train_state.make_optimizer(rate, b2=config.b2)[0] for rate in rates))
 
 
-def train(
-    config: ConfigDict, case: Case, optimizer: optax.GradientTransformation, *, seed: int
-) -> np.ndarray:
+def train(config: ConfigDict, case: Case, optimizers: Optimizers, *, seed: int) -> np.ndarray:
     """Trains one model, with more pairs as soon as it has learned the number before.
 
     A run ends at N pairs, or at the first number of pairs that it fails to learn.
@@ -101,7 +113,7 @@ def train(
     Args:
       config: Section ``recall`` of the config.
       case: Sizes.
-      optimizer: Optimizer, the same object for all runs.
+      optimizers: Optimizers, the same object for all runs.
       seed: Seed of parameters, projections and batches.
 
     Returns:
@@ -119,18 +131,16 @@ def train(
 
     task = make_task(config, case, train_batches)
     most = config.num_steps * len(case.stages)
-    models = training.train(
-        task,
-        training.initial_model(task, seed),
-        optimizer,
-        seed=seed,
-        first_step=0,
-        milestones=(*range(0, most + 1, config.eval_interval),),
-    )
-    model, total = next(models), 0
+    milestones = (*range(config.eval_interval, most + 1, config.eval_interval),)
+    model, total = training.initial_model(task, seed), 0
+    start = functools.partial(training.train, task, seed=seed, milestones=milestones)
+    models = start(model, optimizers.early, first_step=0)
     for stage in case.stages:  # The batches are those of the stage.
         size, padded = stage
-        enough = config.learned_at if size == case.num_pairs else config.go_on_at
+        is_last = size == case.num_pairs
+        if is_last:
+            models = start(model, optimizers.last, first_step=total)
+        enough = config.learned_at if is_last else config.go_on_at
         accuracy, done = 0.0, 0
         while accuracy < enough and done < config.num_steps:
             model = next(models)

@@ -48,13 +48,13 @@ def get_config() -> ConfigDict:
     }
     config.equal_time = OPTIMIZER | {
         "attentions": ("softmax", "band_learned", "band_keys_learned"),
-        "batch_tokens": 8192,  # Characters of a training step.
-        "validation_tokens": 65536,
-        "seconds": 240.0,  # Time of the training of each model, by the median time of its steps.
-        "timed_rounds": 15,
-        "num_evaluations": 8,
+        "batch_tokens": 4096,  # Characters of a training step.
+        "validation_tokens": 24576,
+        "seconds": 180.0,  # Time of the training of each model, by the median time of its steps.
+        "timed_rounds": 11,
+        "num_evaluations": 6,
         "learning_rate": 6e-3,
-        "warmup_steps": 20,
+        "warmup_steps": 5,
         "num_features": 64,
         "exact_keys": 16,  # In the place of as many features.
         "bandwidth": 16,

@@ -114,9 +114,9 @@ def test_softmax_attention_learns_to_recall_two_pairs():
         recall__eval_interval=100,
         recall__learning_rate=4e-3,
     ).recall
-    optimizer = measure_recall.make_optimizer(config)
+    optimizers = measure_recall.Optimizers.of(config)
     case = measure_recall.Case("softmax", 2, 0, 0)
-    accuracy, _, trained = measure_recall.train(config, case, optimizer, seed=0)
+    accuracy, _, trained = measure_recall.train(config, case, optimizers, seed=0)
     assert trained == 2
     assert accuracy > 0.9
 

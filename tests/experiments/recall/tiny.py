@@ -34,7 +34,7 @@ def get_config(**changes):
                 "seconds": 1e-3,
                 "timed_rounds": 2,
                 "num_evaluations": 2,
-                "warmup_steps": 1,
+                "warmup_steps": 5,
                 "num_features": 6,
                 "exact_keys": 2,
                 "bandwidth": 2,
