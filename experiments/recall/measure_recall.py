@@ -29,8 +29,9 @@ class Case(NamedTuple):
     Attributes:
       attention: Name in ``kinds.LABELS``.
       num_pairs: Number N of pairs.
-      num_features: Number of features of a head, or 0 for softmax attention.
-      exact_keys: Number of exact keys of a head, for attentions that have some.
+      num_features: Number m of features of a head, or 0 for softmax attention. Exact keys that
+        replace features count.
+      exact_keys: Number of exact keys of a head.
     """
 
     attention: str
@@ -51,16 +52,16 @@ class Case(NamedTuple):
 
 def cases(config: ConfigDict) -> dict[str, Case]:
     """Returns the cases by name; half of the features give way where exact keys replace them."""
-    found = {}
+    found = []
     sizes = itertools.product(config.num_pairs, config.attentions, config.num_features)
     for n, attention, m in sizes:
         if attention == "softmax":
-            found[f"{attention}-{n}"] = Case(attention, n, 0, 0)
+            found.append(Case(attention, n, 0, 0))
+        elif kinds.KINDS[attention].keys == "on_top":
+            found += [Case(attention, n, m, keys) for keys in config.exact_keys]
         else:
-            on_top = kinds.KINDS[attention].keys == "on_top"
-            keys = config.recall.exact_keys if on_top else m // 2
-            found[f"{attention}-{n}-{m}"] = Case(attention, n, m, keys)
-    return found
+            found.append(Case(attention, n, m, m // 2 if kinds.KINDS[attention].keys else 0))
+    return {"-".join(map(str, case)): case for case in found}
 
 
 def run(config: ConfigDict, pieces: resumable.Pieces) -> list[dict[str, Any]]:

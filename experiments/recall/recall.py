@@ -13,7 +13,7 @@ from experiments.recall import equal_time, kinds, measure_recall, summary
 from experiments.recall.configs import paper
 
 FIELDS = config_fields.types_of(paper.get_config())
-SELECTION = ("seeds", "parts", "attentions", "num_features", "num_pairs", "contexts")
+SELECTION = ("seeds", "parts", "attentions", "num_features", "exact_keys", "num_pairs", "contexts")
 PARTS = ("recall", "equal_time")
 LEAST = {f"{part}.{name}": 0 for part in PARTS for name in ("warmup_steps", "bandwidth")}
 LEAST |= {"num_features": 4, "num_pairs": 2, "contexts": 2}

@@ -35,12 +35,22 @@ def recall_table(section: list[dict[str, Any]]) -> str:
     rows = []
     for row in sorted(section, key=lambda row: (row["num_pairs"], row["num_features"])):
         runs = row["runs"].values()
-        features = row["num_features"] or "-"
+        features, keys = row["num_features"] or "-", row["exact_keys"] or "-"
         last = ", ".join(f"{run['trained']:.0f}" for run in runs)
         steps = ", ".join(f"{run['steps']:.0f}" for run in runs)
         accuracy = spread([run["accuracy"] for run in runs], 3)
-        rows.append([row["num_pairs"], features, LABELS[row["attention"]], accuracy, last, steps])
-    header = ["N", "m", "attention", "accuracy", "last number of pairs trained", "steps"]
+        rows.append(
+            [row["num_pairs"], features, LABELS[row["attention"]], keys, accuracy, last, steps]
+        )
+    header = [
+        "N",
+        "m",
+        "attention",
+        "exact keys",
+        "accuracy",
+        "last number of pairs trained",
+        "steps",
+    ]
     return markdown.table(header, rows)
 
 
@@ -87,27 +97,30 @@ def draw(results: dict[str, Any]) -> dict[str, Figure]:
 
 
 def draw_recall(section: list[dict[str, Any]]) -> Figure:
-    """Draws the accuracy against the number of pairs, for each number of features."""
+    """Draws the mean accuracy of each row as a dot with the range over seeds, for each N."""
     sizes = sorted({row["num_pairs"] for row in section})
-    features = sorted({row["num_features"] for row in section} - {0}) or [0]
-    figure, axes = style.subplots(4.6 * len(features), 4, 1, len(features), squeeze=False)
-    for one, m in zip(axes[0], features, strict=True):
-        for attention in dict.fromkeys(row["attention"] for row in section):
-            ours = sorted(
-                (row["num_pairs"], [run["accuracy"] for run in row["runs"].values()])
-                for row in section
-                if row["attention"] == attention and row["num_features"] in (0, m)
-            )
-            x, look = [size for size, _ in ours], LOOKS[attention]
-            low, high = ([bound(found) for _, found in ours] for bound in (min, max))
-            style.band(one, x, low, high, color=look["color"])
-            one.plot(x, [np.mean(found) for _, found in ours], **look, label=LABELS[attention])
-        one.set(xlabel="number of pairs", ylabel="accuracy", xscale="log", ylim=(-0.03, 1.03))
-        one.set_title(f"m = {m} features")
-        style.ticks(one, sizes)
+    names = [*dict.fromkeys(map(row_label, section))]
+    shape = 3.2 + 3.4 * len(sizes), 1 + 0.3 * len(names)
+    figure, axes = style.subplots(*shape, 1, len(sizes), squeeze=False, sharey=True)
+    for one, size in zip(axes[0], sizes, strict=True):
+        for row in section:
+            if row["num_pairs"] == size:
+                found = [run["accuracy"] for run in row["runs"].values()]
+                place, color = names.index(row_label(row)), LOOKS[row["attention"]]["color"]
+                one.plot([min(found), max(found)], [place, place], color=color)
+                one.plot(np.mean(found), place, "o", color=color)
+        one.set(xlabel="accuracy", xlim=(-0.03, 1.03), title=f"{size} pairs")
         style.tidy(one)
-    axes[0][0].legend(frameon=False, fontsize=8)
+    axes[0][0].set_yticks(range(len(names)), names)
+    axes[0][0].invert_yaxis()
     return figure
+
+
+def row_label(row: dict[str, Any]) -> str:
+    """Returns the name of a row in the figure."""
+    numbers = f"m = {row['num_features']}" if row["num_features"] else ""
+    keys = f"{row['exact_keys']} keys" if row["exact_keys"] else ""
+    return ", ".join(filter(None, [LABELS[row["attention"]], numbers, keys]))
 
 
 def draw_equal_time(section: dict[str, Any]) -> Figure:

@@ -27,10 +27,10 @@ def get_config() -> ConfigDict:
         "positive",
     )
     config.num_features = (16, 64)  # Of each head; half of them are keys where keys replace them.
+    config.exact_keys = (64, 96)  # Where they are added to all the features.
     config.num_pairs = (64, 16, 32, 128)  # N, powers of two.
     config.contexts = (4096, 1024)  # Of the language models.
     config.recall = OPTIMIZER | {
-        "exact_keys": 64,  # Of the attention with more keys, which has all the features as well.
         "bandwidth": 4,
         "num_keys": 128,
         "num_values": 32,

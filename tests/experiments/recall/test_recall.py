@@ -53,7 +53,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, short_text):
     models = results["equal_time"]["contexts"]["16"]
     assert all(len(run) == 2 for run in models["softmax"]["bits"].values())
     report = recall.report(results)
-    assert "| 4 | 4 | band + keys + learned features | 0." in report
+    assert "| 4 | 4 | band + keys + learned features | 2 | 0." in report
     assert "| 8 | softmax | " in report
     assert "It is not the text of the README" in report
     assert_no_figure_costs_results(recall.run, config, tmp_path)
@@ -130,12 +130,14 @@ def test_pairs_double_in_sequences_of_two_lengths():
 
 @pytest.mark.fast
 def test_halves_of_the_features_give_way_to_keys():
-    config = tiny.get_config(num_features=(4, 8), attentions=(*kinds.LABELS,))
+    config = tiny.get_config(num_features=(4, 8), exact_keys=(2, 3), attentions=(*kinds.LABELS,))
     found = measure_recall.cases(config)
-    assert found["softmax-4"] == ("softmax", 4, 0, 0)
-    assert found["keys_learned-4-8"] == ("keys_learned", 4, 8, 4)
-    assert found["band_more_keys_learned-4-8"] == ("band_more_keys_learned", 4, 8, 3)
-    assert len(found) == 1 + 2 * 6
+    assert found["softmax-4-0-0"] == ("softmax", 4, 0, 0)
+    assert found["learned-4-8-0"] == ("learned", 4, 8, 0)
+    assert found["keys_learned-4-8-4"] == ("keys_learned", 4, 8, 4)
+    more = [case for case in found.values() if case.attention == "band_more_keys_learned"]
+    assert [case[2:] for case in more] == [(4, 2), (4, 3), (8, 2), (8, 3)]
+    assert len(found) == 1 + 2 * (5 + 2)
 
 
 @pytest.mark.fast
@@ -160,7 +162,7 @@ def test_the_table_is_right_on_numbers_made_up():
     def row(attention, num_features, *runs):
         names = "accuracy", "steps", "trained"
         by_seed = {str(seed): dict(zip(names, run, strict=True)) for seed, run in enumerate(runs)}
-        sizes = {"num_pairs": 4, "num_features": num_features, "exact_keys": 2}
+        sizes = {"num_pairs": 4, "num_features": num_features, "exact_keys": 0}
         return {"attention": attention, **sizes, "runs": by_seed}
 
     section = [
@@ -175,8 +177,8 @@ def test_the_table_is_right_on_numbers_made_up():
     }
     report = recall.report(results)
     assert (
-        "| 4 | - | softmax | 1.000 | 4 | 50 |\n"
-        "| 4 | 8 | learned features | 0.500 (0.250 to 0.750) | 2, 4 | 20, 30 |"
+        "| 4 | - | softmax | - | 1.000 | 4 | 50 |\n"
+        "| 4 | 8 | learned features | - | 0.500 (0.250 to 0.750) | 2, 4 | 20, 30 |"
     ) in report
     assert "| 8 | softmax | 100 (90 to 120) | 10 | 3.000 | 2.500 | 1 |" in report
     assert report.endswith("of the text of the README.")

@@ -10,10 +10,10 @@ def get_config(**changes):
         {
             "attentions": ("softmax", "band_keys_learned", "band_more_keys_learned"),
             "num_features": (4,),
+            "exact_keys": (3,),
             "num_pairs": (4,),
             "contexts": (8, 16),
             "recall": {
-                "exact_keys": 3,
                 "bandwidth": 1,
                 "num_keys": 5,
                 "num_values": 3,
