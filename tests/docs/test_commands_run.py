@@ -24,6 +24,8 @@ LEFT_OUT = {
     "tpu_attention": "libtpu, and nothing else that compiles for a TPU at the same time",
     "sequence_parallel": "libtpu, and nothing else that compiles for a TPU at the same time",
     "pod_compile": "libtpu, and nothing else that compiles for a TPU at the same time",
+    "gpu_attention": "a GPU of NVIDIA",
+    "gpu_compile": "JAX's plugin for CUDA; the job for GPUs has it and runs --check",
     "imagenet2012": "a data set that has to be downloaded by hand",
     "first_contact": "minutes of its own; tests/benchmarks/test_first_contact.py rehearses it",
     "tools.evaluate": "a finished run; tests/experiments/vit has one",
