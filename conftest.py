@@ -63,7 +63,7 @@ if os.environ.get("SIMRF_CHECK_TYPES") == "1":
 # This module has no doctests, and its global flags can be defined only once in a process.
 collect_ignore_glob = ["experiments/vit/main.py"]
 
-MOST_TOGETHER = 40  # Tests of one file that one part has; some files take half an hour.
+MOST_TOGETHER = 10  # Tests of one file that one part has; some files take half an hour.
 MOST_MEMORY = 1.3 * 2**30  # Bytes of a test process above which it forgets its programs.
 
 

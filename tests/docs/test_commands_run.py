@@ -15,7 +15,7 @@ import pytest
 from tests.docs.pages import ROOT
 from tests.docs.test_commands import CASES
 
-SECONDS = 40
+SECONDS = 25
 # Words of a command, and what they need that is not here.
 LEFT_OUT = {
     "BUCKET": "a bucket of Google Cloud Storage",

@@ -31,10 +31,6 @@ ALL_MODES = [(mechanism, mode) for mechanism in MODES for mode in MODES[mechanis
 # tests/attention/test_every_mode.py has the same contracts of all modes, at fixed cases.
 DEFAULT_MODE = ("features", "packed causal")
 each_mode = pytest.mark.parametrize(("mechanism", "mode"), ALL_MODES)
-each_check = pytest.mark.parametrize(
-    ("mechanism", "mode", "check"),
-    [(*mode, check) for mode in ALL_MODES for check in CHECKS if applies(check, *mode)],
-)
 
 # One program for each mode limits the time to compile. Together they cover each option.
 FIXED_PROGRAMS = (
@@ -224,23 +220,24 @@ def test_a_few_cases(mechanism, mode, check):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@each_check
-def test_many_cases(mechanism, mode, check):
-    draw_cases(mechanism, mode, check, max_examples=30, data_each=4)
+@each_mode
+def test_many_cases(mechanism, mode):
+    """Runs all checks on each program, because compilation takes nearly all of the time."""
+    checks = [check for check in CHECKS if applies(check, mechanism, mode)]
+    draw_cases(mechanism, mode, checks, max_examples=20, data_each=4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @each_mode
 def test_cases_without_jit(mechanism, mode):
-    draw_cases(mechanism, mode, "without jit", max_examples=3, data_each=5)
+    draw_cases(mechanism, mode, ["without jit"], max_examples=3, data_each=5)
 
 
-def draw_cases(mechanism: str, mode: str, check: str, *, max_examples: int, data_each: int) -> None:
-    """Draws programs and runs a check on each of them, with several data.
-
-    All checks of a mode draw the same cases, so that only the first check compiles them.
-    """
+def draw_cases(
+    mechanism: str, mode: str, checks: list[str], *, max_examples: int, data_each: int
+) -> None:
+    """Draws programs and runs checks on each of them, with several data."""
 
     @settings(settings.get_profile("slow"), max_examples=max_examples)
     @seed(zlib.crc32(f"{mechanism}, {mode}".encode()))
@@ -248,7 +245,8 @@ def draw_cases(mechanism: str, mode: str, check: str, *, max_examples: int, data
     def holds(case: tuple[Program, list[Data]]) -> None:
         program, several = case
         for data in several:
-            run_check(check, program, data)
+            for check in checks:
+                run_check(check, program, data)
 
     holds()
 
