@@ -1,4 +1,4 @@
-"""Checks that docstrings open with a verb or a subject, and not with a fragment of a sentence."""
+"""Checks that docstrings open with a verb or a subject, and that the README stays short."""
 
 import ast
 import itertools
@@ -226,3 +226,7 @@ def test_refuses_fragments(place, text):
 @pytest.mark.parametrize(("place", "text"), ACCEPTED)
 def test_accepts_sentences(place, text):
     assert not list(faults(PLACES[place].format(text)))
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
