@@ -2,12 +2,13 @@
 
 ``load_model`` puts the weights of a BERT encoder into a Flax NNX model: PyTorch's kernels are
 transposed, and every module has another name. ``swap_attention`` then changes the attention of all
-layers, and ``calibrate`` fits the features to texts. Nothing is trained. With ``--relative_error``,
-``linearize`` chooses the features, band and exact keys of each layer instead, and ``--steps`` lets
-it learn features. It fits to help pages of Python and judges on source code.
+layers, and ``calibrate`` fits the features to texts. Nothing is trained. With ``--relative_error``
+or ``--budget``, ``linearize`` chooses the features, band and exact keys of each layer instead, and
+``--steps`` lets it learn features. It fits to help pages of Python and judges on source code.
 
 Run: python -m examples.hugging_face --model_dir=DIR [--length 128] [--features 112]
      python -m examples.hugging_face --model_dir=DIR --relative_error=0.03 [--steps 100]
+     python -m examples.hugging_face --model_dir=DIR --budget=0.9
 
 DIR holds ``config.json``, ``model.safetensors`` and ``tokenizer.json``, such as those of
 sentence-transformers/all-MiniLM-L6-v2, which this command downloads:
@@ -337,6 +338,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--features", type=int, default=112)
     parser.add_argument("--relative_error", type=float)
+    parser.add_argument("--budget", type=float)
     parser.add_argument("--steps", type=int, default=0)
     options = parser.parse_args()
     folder = options.model_dir
@@ -350,7 +352,7 @@ def main() -> None:
     rng, tokenizer = np.random.default_rng(0), load_tokenizer(folder / "tokenizer.json")
     texts = rng.permutation(load_texts(tokenizer, options.length))
     model = load_model(folder / "model.safetensors", EncoderConfig.of(folder / "config.json"))
-    if options.relative_error is not None:
+    if options.relative_error is not None or options.budget is not None:
         code = rng.permutation(load_texts(tokenizer, options.length, sources()))
         optimizer = optax.adam(optax.cosine_decay_schedule(0.1, options.steps or 1))
         report = linearize(
@@ -358,6 +360,7 @@ def main() -> None:
             [jnp.asarray(texts[i : i + BATCH]) for i in range(0, NUM_LEARN, BATCH)],
             [jnp.asarray(code[:NUM_JUDGE])],
             relative_error=options.relative_error,
+            budget=options.budget,
             num_steps=options.steps,
             optimizer=optimizer if options.steps else None,
             rngs=nnx.Rngs(0),

@@ -133,7 +133,7 @@ MUTANTS = [
         f"{CORE}/state.py",
         "return AttentionState(self.in_units_of(maxima) + other.in_units_of(maxima), maxima)",
         "return AttentionState(self.sums + other.sums, maxima)",
-        MODES,
+        "tests/attention/decoding/test_far_field.py",
     ),
     Mutant(
         f"{CORE}/state.py",
@@ -301,6 +301,18 @@ MUTANTS = [
         "real = (ids != 0)[..., None, None, :]",
         "real = (ids >= 0)[..., None, None, :]",
         "tests/integrations",
+    ),
+    Mutant(
+        "simrf_jax/_src/integrations/nnx/layer_choice.py",
+        "if gain > 0 and cost <= left:",
+        "if gain > 0:",
+        "tests/integrations/test_linearize.py",
+    ),
+    Mutant(
+        "simrf_jax/_src/attention/inspection/exact_pairs.py",
+        "kept_pairs(ranks, self.num_kept, self.bandwidth + 1)",
+        "kept_pairs(ranks, self.num_kept, self.bandwidth)",
+        "tests/attention/test_exact_pairs.py",
     ),
     Mutant(
         "simrf_jax/_src/models/transformer.py",

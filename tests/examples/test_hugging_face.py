@@ -209,8 +209,9 @@ def test_the_published_model_comes_near(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_the_published_model_is_converted(monkeypatch, capsys):
-    options = [f"--model_dir={published_folder()}", "--relative_error=0.1"]
+@pytest.mark.parametrize("wish", ["--relative_error=0.1", "--budget=0.9"])
+def test_the_published_model_is_converted(monkeypatch, capsys, wish):
+    options = [f"--model_dir={published_folder()}", wish]
     monkeypatch.setattr(sys, "argv", ["hugging_face", *options])
     hf.main()
     *_, last = capsys.readouterr().out.splitlines()

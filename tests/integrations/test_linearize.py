@@ -14,7 +14,14 @@ from flax import nnx
 
 import simrf_jax
 from simrf_jax._src.attention.inputs.call import Call
-from simrf_jax._src.integrations.nnx.layer_choice import Option, operations
+from simrf_jax._src.integrations.nnx.layer_choice import (
+    Candidate,
+    LayerChoice,
+    Option,
+    exact_operations,
+    operations,
+    share_out,
+)
 from simrf_jax.integrations import nnx as adapters
 from simrf_jax.models import ViT, ViTConfig
 from tests.tiers import slow_but
@@ -173,6 +180,51 @@ def test_the_cheapest_option_that_reaches_the_error_is_chosen():
     assert (choice.num_features, choice.exact_keys) == (32, 2)
 
 
+def test_layers_share_the_budget():
+    options = {"num_features": (4, 32), "exact_bandwidth": (None,), "exact_keys": (None,)}
+    free = linearize(Model(), relative_error=None, budget=1e3, **options)
+    assert [one.num_features for one in free.layers.values()] == [32, 32]
+    fixed = linearize(Model(), **options | {"num_features": (4,)})
+    falls = {path: one.bound() - free.layers[path].bound() for path, one in fixed.layers.items()}
+    first, second = sorted(falls, key=falls.get, reverse=True)
+    for surplus in (0.0, 1e-3):
+        budget = (fixed.operations + free.operations) / 2 - 1e-3 + surplus + 1e-12
+        report = linearize(Model(), relative_error=None, budget=budget, **options)
+        sizes = {path: one.num_features for path, one in report.layers.items()}
+        assert sizes == {first: 32 if surplus else 4, second: 4}
+        mean = np.mean([one.operations for one in report.layers.values()])
+        np.testing.assert_allclose(report.operations, mean, rtol=1e-12)
+        assert report.operations <= budget
+        assert f"Attention takes {mean:.3g} times the operations" in str(report)
+
+
+def candidate(cost, error):
+    nothing = np.zeros(1)
+    return Candidate(
+        None, LayerChoice(1, None, None, False, cost, error, 0.0, True, nothing, nothing)
+    )
+
+
+def test_the_layer_that_gains_most_for_an_operation_comes_first():
+    def errors(budget):
+        taken = share_out(judged, {"small": 1.0, "large": 3.0}, budget)
+        return tuple(taken[path].choice.relative_error for path in judged)
+
+    judged = {
+        # The second option gains less for an operation than the third, and is passed over.
+        "small": [candidate(0.1, 0.9), candidate(0.3, 0.8), candidate(0.5, 0.3)],
+        # Learned features cost nothing more.
+        "large": [candidate(0.1, 0.6), candidate(0.1, 0.5), candidate(0.4, 0.1)],
+    }
+    operations = (0.1 + 3 * 0.1) / 4
+    assert errors(operations) == (0.9, 0.5)
+    assert errors(operations + 0.06) == (0.8, 0.5)
+    assert errors(operations + 0.11) == (0.3, 0.5)
+    assert errors(operations + 0.23) == (0.3, 0.5)
+    assert errors(operations + 0.33) == (0.3, 0.1)
+    assert errors(np.inf) == (0.3, 0.1)
+
+
 def test_a_wish_that_nothing_reaches_is_reported():
     model = Model()
     sentence = (
@@ -325,14 +377,19 @@ def test_operations_are_those_of_the_pairs():
     assert operations(Option(8, 3, 5), bidirectional) == pytest.approx(expected)
     expected = (((distance <= 3) & np.tri(10, dtype=bool)).sum() + 20 * 0.75 * 8 + 20) / 55
     assert operations(Option(8, 3, (0, 1)), causal) == pytest.approx(expected)
+    assert exact_operations(bidirectional) == 100 * 8
+    assert exact_operations(causal) == 55 * 8
+    two = Call.of(*(jnp.zeros((3, 10, 2, 4)),) * 3)
+    assert exact_operations(two) == 3 * 2 * 100 * 8
     cross = Call.of(x, x[:, :6], x[:, :6])
+    assert exact_operations(cross) == 60 * 8
     assert operations(Option(8, None, 2), cross) == pytest.approx((16 * 0.75 * 8 + 20) / 60)
 
 
 def test_progress_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="simrf_jax"):
         linearize(Model())
-    assert "linearize: layer 2 of 2, upper: 4, 1, 2, calibrated" in caplog.text
+    assert "linearize: layer 2 of 2, upper: best of 1 judged: 4, 1, 2, calibrated" in caplog.text
 
 
 def test_refusals_leave_the_model_as_it_was():
@@ -360,7 +417,7 @@ def test_refusals_leave_the_model_as_it_was():
         refused([batches()[0][:1]])
     with pytest.raises(ValueError, match="held_out must have two sequences or more, got none"):
         refused([])
-    with pytest.raises(ValueError, match=r"takes 0\.\d+ times the operations .* got 0\.01"):
+    with pytest.raises(ValueError, match=r"take 0\.\d+ times the operations .* got 0\.01"):
         refused(budget=0.01)
     with pytest.raises(ValueError, match="held_out must be finite"):
         refused([jnp.full((2, LENGTH, WIDTH), jnp.nan)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,6 +68,45 @@ class LayerChoice:
         return self.relative_error + self.standard_error
 
 
+class Candidate(NamedTuple):
+    """An adapter for a layer, and what is known of it."""
+
+    adapter: RandomFeatureAttention
+    choice: LayerChoice
+
+
+def share_out(
+    judged: Mapping[str, Sequence[Candidate]], exact: Mapping[str, float], budget: float
+) -> dict[str, Candidate]:
+    """Returns a candidate for each layer, which together keep within the budget.
+
+    All layers start with their cheapest candidate. As long as the budget allows, the layer whose
+    error falls most for each further operation takes a better one.
+
+    Args:
+      judged: The candidates of each layer, the cheapest first.
+      exact: Operations of exact attention in each layer.
+      budget: Most operations of all layers, relative to exact attention; infinity for no limit.
+    """
+    taken = {path: candidates[0] for path, candidates in judged.items()}
+    while True:
+        left = budget * sum(exact.values()) - sum(
+            one.choice.operations * exact[path] for path, one in taken.items()
+        )
+        gains = {}
+        for path, candidates in judged.items():
+            now = taken[path].choice
+            for number, (_, then) in enumerate(candidates):
+                cost = (then.operations - now.operations) * exact[path]
+                gain = now.bound() - then.bound()
+                if gain > 0 and cost <= left:
+                    gains[path, number] = gain / cost if cost > 0 else np.inf
+        if not gains:
+            return taken
+        path, number = max(gains, key=lambda place: gains[place])
+        taken[path] = judged[path][number]
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """The calls of a layer's attention in a model with exact attention.
@@ -88,63 +128,62 @@ class Layer:
     def choose(
         self,
         options: Iterable[Option],
-        budget: float | None,
+        most: float,
         num_steps: int,
         optimizer: Any,
         prng_key: jax.Array,
-    ) -> tuple[RandomFeatureAttention, LayerChoice]:
-        """Returns the cheapest attention that reaches the error, or else the best one.
+    ) -> list[Candidate]:
+        """Returns the options judged, those with the fewest operations first.
+
+        The last is the first that reaches the error, if any does.
 
         Args:
           options: Sizes to try.
-          budget: Most operations relative to exact attention; None for no limit.
+          most: Most operations relative to exact attention.
           num_steps: Number of steps that learn the features of an option whose calibrated features
             do not reach the error.
           optimizer: The ``optax.GradientTransformation`` of these steps.
           prng_key: PRNG key of the order of the calls to learn from.
 
         Raises:
-          ValueError: If no option is within the budget, or there are too few sequences to judge on
-            or their outputs are not finite.
+          ValueError: If there are too few sequences to judge on or their outputs are not finite.
         """
-        judged = []
-        for option, cost in self._within(options, budget):
+        judged: list[Candidate] = []
+        for option, cost in self.costs(options):
+            if cost > most:
+                break
             adapter = self.make(
                 **option._asdict(),
                 feature_map=self.calibration,
                 coupling="cross_polytope",
                 norms="pair",
             )
-            judged.append((adapter, self._judge(option, cost, adapter)))
-            misses = self.relative_error is None or not judged[-1][1].is_reached
+            judged.append(Candidate(adapter, self._judge(option, cost, adapter)))
+            misses = self.relative_error is None or not judged[-1].choice.is_reached
             if num_steps and misses:
                 adapter = self._learned(adapter, option, num_steps, optimizer, prng_key)
-                judged.append((adapter, self._judge(option, cost, adapter)))
-            if self.relative_error is not None and judged[-1][1].is_reached:
+                judged.append(Candidate(adapter, self._judge(option, cost, adapter)))
+            if self.relative_error is not None and judged[-1].choice.is_reached:
                 break
-        return min(judged, key=lambda one: one[1].bound())
+        return judged
 
-    def _within(
-        self, options: Iterable[Option], budget: float | None
-    ) -> list[tuple[Option, float]]:
+    def costs(self, options: Iterable[Option]) -> list[tuple[Option, float]]:
         """Returns the options that this layer can take, and their costs, cheapest first."""
         calls = [seen.request.call for seen in self.test]
         if any(call.in_order() for call in calls):
             # The choice of some keys by all queries would look ahead, or into other segments.
             is_causal = all(call.is_causal for call in calls)
             options = [option.in_order(is_causal=is_causal) for option in options]
+        exact = [exact_operations(call) for call in calls]
         costs = {
-            option: float(np.mean([operations(option, one) for one in calls])) for option in options
+            option: float(np.average([operations(option, one) for one in calls], weights=exact))
+            for option in options
         }
-        ordered = sorted(costs.items(), key=lambda item: item[1])
-        within = [item for item in ordered if budget is None or item[1] <= budget]
-        if not within:
-            raise ValueError(
-                "budget must allow the cheapest option, which takes "
-                f"{ordered[0][1]:.3g} times the operations of exact attention at "
-                f"{calls[0].query.shape[-3]} tokens, got {budget}."
-            )
-        return within
+        return sorted(costs.items(), key=lambda item: item[1])
+
+    def exact_operations(self) -> float:
+        """Returns the multiplications of exact attention in all held-out calls."""
+        return sum(exact_operations(seen.request.call) for seen in self.test)
 
     def _judge(self, option: Option, cost: float, adapter: RandomFeatureAttention) -> LayerChoice:
         """Returns the error of an adapter, which has the sizes of an option."""
@@ -203,6 +242,26 @@ class Layer:
         return self.make(**sizes, feature_map=learned)
 
 
+def most_operations(
+    layers: Mapping[str, Layer], options: Sequence[Option], budget: float
+) -> dict[str, float]:
+    """Returns the operations that each layer may take if all others take their cheapest option.
+
+    Raises:
+      ValueError: If the cheapest options of all layers take more than the budget.
+    """
+    exact = {path: layer.exact_operations() for path, layer in layers.items()}
+    cheapest = {path: layer.costs(options)[0][1] for path, layer in layers.items()}
+    total, least = sum(exact.values()), sum(cheapest[path] * exact[path] for path in layers)
+    if least > budget * total:
+        raise ValueError(
+            f"budget must allow the cheapest options, which take {least / total:.3g} times the "
+            f"operations of exact attention, got {budget}."
+        )
+    left = budget * total - least
+    return {path: cheapest[path] + left / exact[path] for path in layers}
+
+
 def operations(option: Option, call: Call) -> float:
     """Returns the multiplications of a call, relative to those of exact attention.
 
@@ -212,15 +271,27 @@ def operations(option: Option, call: Call) -> float:
     """
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     dim, value_dim = call.key.shape[-1], call.value.shape[-1]
-    position, bandwidth = np.arange(length), option.exact_bandwidth
-    last = np.minimum(position, key_length - 1) if call.is_causal else key_length - 1
+    position, bandwidth, last = np.arange(length), option.exact_bandwidth, _last_keys(call)
     num_exact = length * option.num_exact_keys()
     if bandwidth is not None:
         in_band = np.minimum(position + bandwidth, last) - np.maximum(position - bandwidth, 0) + 1
         num_exact += np.sum(np.maximum(in_band, 0))
     of_features = (length + key_length) * option.num_features * (dim / 2 + value_dim)
-    num_pairs = np.sum(np.broadcast_to(last + 1, (length,)))
-    return float((num_exact + of_features / (dim + value_dim)) / num_pairs)
+    return float((num_exact + of_features / (dim + value_dim)) / np.sum(last + 1))
+
+
+def exact_operations(call: Call) -> float:
+    """Returns the multiplications of exact attention in a call."""
+    *batch, _, heads, dim = call.query.shape
+    width = dim + call.value.shape[-1]
+    return float(math.prod(batch) * heads * width * np.sum(_last_keys(call) + 1))
+
+
+def _last_keys(call: Call) -> np.ndarray:
+    """Returns the position of the last key that each query sees."""
+    length, key_length = call.query.shape[-3], call.key.shape[-3]
+    every = np.full(length, key_length - 1)
+    return np.minimum(np.arange(length), every) if call.is_causal else every
 
 
 def _features_alone(adapter: RandomFeatureAttention) -> RandomFeatureMechanism:

@@ -25,7 +25,14 @@ from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
-from simrf_jax._src.integrations.nnx.layer_choice import Layer, LayerChoice, Option
+from simrf_jax._src.integrations.nnx.layer_choice import (
+    Candidate,
+    Layer,
+    LayerChoice,
+    Option,
+    most_operations,
+    share_out,
+)
 from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.nnx.swap import Swap, Wrap, swap_attention
@@ -40,6 +47,7 @@ class Linearization:
 
     layers: dict[str, LayerChoice]
     relative_error: float | None
+    operations: float
     output_error: float
     output_cosine: float
     swap: Swap
@@ -49,6 +57,9 @@ class Linearization:
         titles = ("features", "band", "keys", "fit", "cost", "error", "far", "softmax far")
         lines = [f"{'layer':<{width}}" + _row(titles)]
         lines += [f"{path:<{width}}" + _row(_cells(one)) for path, one in self.layers.items()]
+        lines.append(
+            f"Attention takes {self.operations:.3g} times the operations of exact attention."
+        )
         lines.append(
             f"Output of the model: relative squared error {self.output_error:.3g}, cosine "
             f"{self.output_cosine:.4f}."
@@ -116,7 +127,10 @@ def linearize(
     ``nnx.MultiHeadAttention``, and fits calibrated features to those of ``batches``. For each
     layer, it then tries all combinations of ``num_features``, ``exact_bandwidth`` and
     ``exact_keys``, those with the fewest operations first, on the ``held_out`` batches, and chooses
-    the first whose relative error is at most ``relative_error``. The relative error of a head is
+    the first whose relative error is at most ``relative_error``. With a ``budget``, all layers
+    start with the cheapest combination, and the layer whose error falls most for each further
+    operation takes a better one, until no better one is left that the budget allows. The relative
+    error of a head is
 
     .. math:: \sum_t |\hat o_t - o_t|^2 \Big/ \sum_t |o_t|^2
 
@@ -143,8 +157,8 @@ def linearize(
       held_out: Other batches, to judge on, with two sequences or more. Errors on the kind of data
         that the features were fitted to say little about other kinds.
       relative_error: The largest relative error of a layer, or None for the smallest possible.
-      budget: The most multiplications of a layer relative to those of its exact attention at the
-        length of the held-out batches, or None for no limit.
+      budget: The most multiplications of all layers together relative to those of their exact
+        attention at the length of the held-out batches, or None for no limit.
       num_features: Numbers of features of each head to try.
       exact_bandwidth: Bandwidths to try; None stands for no band.
       exact_keys: Numbers of exact keys, or tuples of their positions, to try; None stands for none.
@@ -167,6 +181,8 @@ def linearize(
 
       - ``layers``: The choice for each layer, by its path in the model; see below.
       - ``relative_error``: The requested error of each layer, or None.
+      - ``operations``: Multiplications of all layers, relative to those of exact attention at the
+        same length, without those that choose exact keys.
       - ``output_error``: Squared error of the model's outputs on the held-out batches, divided by
         their squared norm. Outputs are all floating arrays that the model returns. NaN if there are
         none or all are zeros, as is the cosine.
@@ -252,19 +268,32 @@ def linearize(
         test = _joined(recording.adapters, map(record, held_out))
     finally:
         recording.undo()
-    adapters, choices = {}, {}
-    for path, recorder in recording.adapters.items():
-        make = functools.partial(
-            RandomFeatureAttention, recorder.num_heads, recorder.head_dim, rngs=rngs, **options
+    layers = {
+        path: Layer(
+            functools.partial(
+                RandomFeatureAttention, one.num_heads, one.head_dim, rngs=rngs, **options
+            ),
+            calibrations[path],
+            fit[path],
+            test[path],
+            relative_error,
         )
-        layer = Layer(make, calibrations[path], fit[path], test[path], relative_error)
-        adapters[path], choices[path] = layer.choose(
-            tried, budget, num_steps, optimizer, features_key(rngs)
-        )
-        _log(path, choices[path], len(choices), len(recording.adapters))
+        for path, one in recording.adapters.items()
+    }
+    limit = math.inf if budget is None else budget
+    most, judged = most_operations(layers, tried, limit), {}
+    for path, layer in layers.items():
+        judged[path] = layer.choose(tried, most[path], num_steps, optimizer, features_key(rngs))
+        _log(path, judged[path], len(judged), len(layers))
+    exact = {path: layer.exact_operations() for path, layer in layers.items()}
+    chosen = share_out(judged, exact, limit)
+    adapters = {path: one.adapter for path, one in chosen.items()}
+    choices = {path: one.choice for path, one in chosen.items()}
+    shares = [one.operations for one in choices.values()]
+    operations = float(np.average(shares, weights=list(exact.values())))
     swap = Swap.make(recording.layers, adapters, wrap)
     after = [compiled(model, batch) for batch in held_out]
-    report = Linearization(choices, relative_error, *_compare(after, before), swap)
+    report = Linearization(choices, relative_error, operations, *_compare(after, before), swap)
     for sentence in report._missed():
         warnings.warn(sentence, stacklevel=2)
     return report
@@ -321,10 +350,12 @@ def _joined(
     return {path: tuple(one for calls in batches for one in calls[path]) for path in adapters}
 
 
-def _log(path: str, choice: LayerChoice, number: int, count: int) -> None:
+def _log(path: str, judged: Sequence[Candidate], number: int, count: int) -> None:
     if LOGGER.isEnabledFor(logging.INFO):
-        cells = ", ".join(" ".join(cell.split()) for cell in _cells(choice))
-        LOGGER.info("linearize: layer %d of %d, %s: %s", number, count, path, cells)
+        best = min((one.choice for one in judged), key=LayerChoice.bound)
+        cells = ", ".join(" ".join(cell.split()) for cell in _cells(best))
+        message = "linearize: layer %d of %d, %s: best of %d judged: %s"
+        LOGGER.info(message, number, count, path, len(judged), cells)
 
 
 def _compare(after: Any, before: Any) -> tuple[float, float]:
