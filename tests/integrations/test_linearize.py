@@ -262,7 +262,7 @@ def test_undo_restores_the_model_and_equal_keys_give_equal_results():
     chex.assert_trees_all_equal(model(x), before)
     again = linearize(model)
     chex.assert_trees_all_equal(model(x), after)
-    assert str(again) == str(first)
+    assert repr(again) == str(first)
 
 
 class Doubled(nnx.Module):

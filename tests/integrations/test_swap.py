@@ -90,6 +90,8 @@ def test_where_chooses_layers(x):
         model, 12, where=lambda path, layer: path.startswith("upper"), rngs=nnx.Rngs(0)
     )
     assert list(swap.layers) == ["upper.attention"]
+    line = f"  upper.attention: dot_product_attention -> {model.upper.attention.attention_fn!r}"
+    assert repr(swap) == f"Swap of attention:\n{line}"
     assert model.lower.attention.attention_fn is nnx.dot_product_attention
 
 

@@ -52,7 +52,7 @@ class Linearization:
     output_cosine: float
     swap: Swap
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         width = max(map(len, ("layer", *self.layers)))
         titles = ("features", "band", "keys", "fit", "cost", "error", "far", "softmax far")
         lines = [f"{'layer':<{width}}" + _row(titles)]

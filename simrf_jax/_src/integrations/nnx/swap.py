@@ -32,6 +32,14 @@ class Swap:
     after: dict[str, Callable[..., Any]]
     adapters: dict[str, RandomFeatureAttention]
 
+    def __repr__(self) -> str:
+        # Not the layers, which print all of their parameters.
+        lines = [
+            f"  {path}: {getattr(one, '__name__', type(one).__name__)} -> {self.adapters[path]!r}"
+            for path, one in self.before.items()
+        ]
+        return "\n".join(["Swap of attention:", *lines])
+
     @classmethod
     def make(
         cls,
@@ -59,13 +67,13 @@ class Swap:
 
         Raises:
           ValueError: If the attention of a layer has been changed again, for example by a later
-            swap.
+            swap, or was restored already.
         """
         for path, layer in self.layers.items():
             if layer.attention_fn is not self.after[path]:
                 raise ValueError(
                     f"The layer {path} must still have the attention of the swap, got "
-                    f"{layer.attention_fn!r}; undo a later swap first."
+                    f"{layer.attention_fn!r}; undo a later swap first, and each swap once."
                 )
         for path, layer in self.layers.items():
             _put(layer, self.before[path])
