@@ -14,6 +14,7 @@ from tests.attention.inputs import inputs, projection
 from tests.attention.modes import learned
 from tests.attention.reference import attention, relative_error
 from tests.tiers import slow_but
+from tests.versions import enable_x64
 
 LENGTH, HEADS, KEY_HEADS, DIM, FEATURES = 32, 4, 2, 8, 11
 # Of one sequence; segments begin and end on borders of devices and inside, one spans five devices.
@@ -40,6 +41,23 @@ def visible(options):
         run = np.cumsum(np.diff(ids, prepend=ids[0]) != 0)
         seen &= run[:, None] == run[None, :]
     return seen
+
+
+@pytest.mark.parametrize("mode", ["causal", "packed"])
+def test_float32_stays_float32_where_float64_is_the_default(mode):
+    with enable_x64(True):
+        x = tuple(jnp.asarray(one, jnp.float32) for one in inputs(LENGTH))
+        w, mesh = jnp.asarray(projection(FEATURES), jnp.float32), make_mesh("auto", length=2)
+        call = sharded(estimator(w), "auto", mesh, P("length"), **MODES[mode])
+        qkv = jax.device_put(x, NamedSharding(mesh, P("length")))
+        out = jax.jit(call)(*qkv)
+        mechanism = simrf_jax.RandomFeatureMechanism(w)
+        heads, dim = x[1].shape[-2:]
+        state = mechanism.init(
+            batch=(), num_key_heads=heads, head_dim=dim, value_dim=dim, dtype=jnp.float32
+        )
+    assert out.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize(

@@ -375,8 +375,14 @@ def test_operations_are_those_of_the_pairs():
     in_band = (distance <= 3).sum()
     expected = (in_band + 20 * 0.75 * 8 + 10 * 5) / 100
     assert operations(Option(8, 3, 5), bidirectional) == pytest.approx(expected)
-    expected = (((distance <= 3) & np.tri(10, dtype=bool)).sum() + 20 * 0.75 * 8 + 20) / 55
+    past = ((distance <= 3) & np.tri(10, dtype=bool)).sum()
+    expected = (past + 20 * 0.75 * 8 + 19) / 55  # The first query sees one of both keys.
     assert operations(Option(8, 3, (0, 1)), causal) == pytest.approx(expected)
+    by_score = simrf_jax.ExactKeys(4, by="score")  # Of 0, 0, 0, 0, 1, 2, 3, 4, 5 and 6 keys.
+    expected = (past + 20 * 0.75 * 8 + 18) / 55
+    assert operations(Option(8, 3, by_score), causal) == pytest.approx(expected)
+    assert operations(Option(0, None, by_score), causal) == pytest.approx(34 / 55)
+    assert operations(Option(0, None, 99), bidirectional) == 1
     assert exact_operations(bidirectional) == 100 * 8
     assert exact_operations(causal) == 55 * 8
     two = Call.of(*(jnp.zeros((3, 10, 2, 4)),) * 3)

@@ -358,7 +358,7 @@ def _attend_chunk(
     is_large = jnp.any(relative > limit, axis=-1)
     # Minus infinity also where both are: their difference, NaN, is not below the limit.
     relative = jnp.where(relative <= limit, relative, -jnp.inf)
-    weights = exp_in_units(relative, jnp.zeros(()), keys.values)
+    weights = exp_in_units(relative, jnp.zeros((), relative.dtype), keys.values)
     in_units = _KeysInUnits(weights, keys.exponent, units)
     readout = _read_in_units(queries, in_units, visible, carry, chunk, visibility)
     state = _add_in_units(kept.state, in_units, chunk.value, visibility.in_last)

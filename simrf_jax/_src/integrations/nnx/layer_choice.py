@@ -272,7 +272,10 @@ def operations(option: Option, call: Call) -> float:
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     dim, value_dim = call.key.shape[-1], call.value.shape[-1]
     position, bandwidth, last = np.arange(length), option.exact_bandwidth, _last_keys(call)
-    num_exact = length * option.num_exact_keys()
+    others = last + 1  # Keys of which a query sees some exactly.
+    if isinstance(option.exact_keys, ExactKeys) and bandwidth is not None:
+        others = np.clip(position - bandwidth, 0, key_length)
+    num_exact = np.sum(np.minimum(option.num_exact_keys(), others))
     if bandwidth is not None:
         in_band = np.minimum(position + bandwidth, last) - np.maximum(position - bandwidth, 0) + 1
         num_exact += np.sum(np.maximum(in_band, 0))
