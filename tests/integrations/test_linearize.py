@@ -415,6 +415,12 @@ def test_refusals_leave_the_model_as_it_was():
         refused(feature_map="elu")
     with pytest.raises(ValueError, match="must have a value each"):
         refused(num_features=())
+    with pytest.raises(TypeError, match="num_features must be a sequence of values to try, got 32"):
+        refused(num_features=32)
+    with pytest.raises(ValueError, match="exact_keys must be at least 1, got 0"):
+        refused(exact_keys=(0,))
+    with pytest.raises(TypeError, match=r"rngs must be an nnx.Rngs, such as nnx.Rngs\(0\), got 0"):
+        adapters.RandomFeatureAttention(HEADS, DIM, 4, rngs=0)
     with pytest.raises(TypeError, match=r"must have numbers, .* got ExactKeys\(count=2, by='mass'"):
         refused(exact_keys=(simrf_jax.ExactKeys(2),))
     with pytest.raises(TypeError, match="must be an iterable of batches"):

@@ -250,8 +250,11 @@ def features_key(rngs: nnx.Rngs) -> jax.Array:
     """Returns a key from the stream ``features``, or the default stream, or ``params``.
 
     Raises:
+      TypeError: If these are no ``nnx.Rngs``.
       ValueError: If there is no such stream.
     """
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(f"rngs must be an nnx.Rngs, such as nnx.Rngs(0), got {rngs!r}.")
     for name in ("features", "default", "params"):
         if name in rngs:
             return rngs[name]()

@@ -245,6 +245,17 @@ def linearize(
         )
     if taken := [name for name in _CHOSEN if name in options]:
         raise TypeError(f"linearize chooses {', '.join(taken)} itself, got {options[taken[0]]!r}.")
+    for name, values in (
+        ("num_features", num_features),
+        ("exact_bandwidth", exact_bandwidth),
+        ("exact_keys", exact_keys),
+    ):
+        if not isinstance(values, Sequence):
+            raise TypeError(f"{name} must be a sequence of values to try, got {values!r}.")
+    exact_keys = [
+        checks.positive_int("exact_keys", keys) if isinstance(keys, int | np.integer) else keys
+        for keys in exact_keys
+    ]
     tried = [
         *itertools.starmap(Option, itertools.product(num_features, exact_bandwidth, exact_keys))
     ]
