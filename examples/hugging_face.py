@@ -341,6 +341,9 @@ def main() -> None:
     parser.add_argument("--budget", type=float)
     parser.add_argument("--steps", type=int, default=0)
     options = parser.parse_args()
+    chooses = options.relative_error is not None or options.budget is not None
+    if options.steps and not chooses:
+        parser.error("--steps needs --relative_error or --budget.")
     folder = options.model_dir
     if missing := [
         name
@@ -352,7 +355,7 @@ def main() -> None:
     rng, tokenizer = np.random.default_rng(0), load_tokenizer(folder / "tokenizer.json")
     texts = rng.permutation(load_texts(tokenizer, options.length))
     model = load_model(folder / "model.safetensors", EncoderConfig.of(folder / "config.json"))
-    if options.relative_error is not None or options.budget is not None:
+    if chooses:
         code = rng.permutation(load_texts(tokenizer, options.length, sources()))
         optimizer = optax.adam(optax.cosine_decay_schedule(0.1, options.steps or 1))
         report = linearize(

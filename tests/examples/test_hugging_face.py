@@ -188,6 +188,13 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     assert "lacks config.json, model.safetensors, tokenizer.json" in capsys.readouterr().err
 
 
+def test_steps_without_a_wish_are_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={tmp_path}", "--steps=3"])
+    with pytest.raises(SystemExit):
+        hf.main()
+    assert "--steps needs --relative_error or --budget" in capsys.readouterr().err
+
+
 def published_folder():
     """Returns the folder of the published model, and skips the test if it is not there."""
     if not os.environ.get("SIMRF_MODEL_DIR"):

@@ -81,8 +81,8 @@ class AttentionState(NamedTuple):
         phi, _ = features.keys(keys.key[:, :0], keys.key_log_weights[:, :0])
         # Not a contraction, because an empty einsum fails in shard_map without jit (jax
         # 0.10.2).
-        units = jnp.zeros((), phi.exponent.dtype)  # Of 1; not float64, which x64 would choose.
-        weights = exp_in_units(phi.exponent, units, phi.values)[..., None]
+        shift = jnp.zeros((), phi.exponent.dtype)  # Without a dtype, float64 under x64.
+        weights = exp_in_units(phi.exponent, shift, phi.values)[..., None]
         sums = jnp.sum(weights * with_ones(keys.value[:, :0])[:, :, :, None], axis=1)
         return cls(sums, jnp.squeeze(largest(phi.exponent, axis=1), 1))
 

@@ -243,14 +243,16 @@ class Layer:
 
 
 def most_operations(
-    layers: Mapping[str, Layer], options: Sequence[Option], budget: float
+    layers: Mapping[str, Layer],
+    exact: Mapping[str, float],
+    options: Sequence[Option],
+    budget: float,
 ) -> dict[str, float]:
     """Returns the operations that each layer may take if all others take their cheapest option.
 
     Raises:
       ValueError: If the cheapest options of all layers take more than the budget.
     """
-    exact = {path: layer.exact_operations() for path, layer in layers.items()}
     cheapest = {path: layer.costs(options)[0][1] for path, layer in layers.items()}
     total, least = sum(exact.values()), sum(cheapest[path] * exact[path] for path in layers)
     if least > budget * total:
@@ -272,10 +274,10 @@ def operations(option: Option, call: Call) -> float:
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     dim, value_dim = call.key.shape[-1], call.value.shape[-1]
     position, bandwidth, last = np.arange(length), option.exact_bandwidth, _last_keys(call)
-    others = last + 1  # Keys of which a query sees some exactly.
+    eligible = last + 1  # Number of keys among which a query's exact ones are.
     if isinstance(option.exact_keys, ExactKeys) and bandwidth is not None:
-        others = np.clip(position - bandwidth, 0, key_length)
-    num_exact = np.sum(np.minimum(option.num_exact_keys(), others))
+        eligible = np.clip(position - bandwidth, 0, key_length)
+    num_exact = np.sum(np.minimum(option.num_exact_keys(), eligible))
     if bandwidth is not None:
         in_band = np.minimum(position + bandwidth, last) - np.maximum(position - bandwidth, 0) + 1
         num_exact += np.sum(np.maximum(in_band, 0))

@@ -245,27 +245,7 @@ def linearize(
         )
     if taken := [name for name in _CHOSEN if name in options]:
         raise TypeError(f"linearize chooses {', '.join(taken)} itself, got {options[taken[0]]!r}.")
-    for name, values in (
-        ("num_features", num_features),
-        ("exact_bandwidth", exact_bandwidth),
-        ("exact_keys", exact_keys),
-    ):
-        if not isinstance(values, Sequence):
-            raise TypeError(f"{name} must be a sequence of values to try, got {values!r}.")
-    exact_keys = [
-        checks.positive_int("exact_keys", keys) if isinstance(keys, int | np.integer) else keys
-        for keys in exact_keys
-    ]
-    tried = [
-        *itertools.starmap(Option, itertools.product(num_features, exact_bandwidth, exact_keys))
-    ]
-    if wrong := [keys for keys in exact_keys if isinstance(keys, ExactKeys)]:
-        raise TypeError(
-            "exact_keys must have numbers, tuples of positions or None, got "
-            f"{wrong[0]!r}; causal layers choose a number of keys by score by themselves."
-        )
-    if not tried:
-        raise ValueError("num_features, exact_bandwidth and exact_keys must have a value each.")
+    tried = _options(num_features, exact_bandwidth, exact_keys)
     for given in (batches, held_out):
         flax_calibration.check_batches(given)
     compiled, held_out = compiled_call(call), list(held_out)
@@ -292,22 +272,51 @@ def linearize(
         for path, one in recording.adapters.items()
     }
     limit = math.inf if budget is None else budget
-    most, judged = most_operations(layers, tried, limit), {}
+    exact = {path: layer.exact_operations() for path, layer in layers.items()}
+    most, judged = most_operations(layers, exact, tried, limit), {}
     for path, layer in layers.items():
         judged[path] = layer.choose(tried, most[path], num_steps, optimizer, features_key(rngs))
         _log(path, judged[path], len(judged), len(layers))
-    exact = {path: layer.exact_operations() for path, layer in layers.items()}
     chosen = share_out(judged, exact, limit)
     adapters = {path: one.adapter for path, one in chosen.items()}
     choices = {path: one.choice for path, one in chosen.items()}
-    shares = [one.operations for one in choices.values()]
-    operations = float(np.average(shares, weights=list(exact.values())))
+    costs = [one.operations for one in choices.values()]
+    operations = float(np.average(costs, weights=list(exact.values())))
     swap = Swap.make(recording.layers, adapters, wrap)
     after = [compiled(model, batch) for batch in held_out]
     report = Linearization(choices, relative_error, operations, *_compare(after, before), swap)
     for sentence in report._missed():
         warnings.warn(sentence, stacklevel=2)
     return report
+
+
+def _options(
+    num_features: Sequence[int],
+    exact_bandwidth: Sequence[int | None],
+    exact_keys: Sequence[int | tuple[int, ...] | None],
+) -> list[Option]:
+    """Returns all combinations of the sizes to try."""
+    sizes = {
+        "num_features": num_features,
+        "exact_bandwidth": exact_bandwidth,
+        "exact_keys": exact_keys,
+    }
+    for name, values in sizes.items():
+        if not isinstance(values, Sequence):
+            raise TypeError(f"{name} must be a sequence of values to try, got {values!r}.")
+    if wrong := [keys for keys in exact_keys if isinstance(keys, ExactKeys)]:
+        raise TypeError(
+            "exact_keys must have numbers, tuples of positions or None, got "
+            f"{wrong[0]!r}; causal layers choose a number of keys by score by themselves."
+        )
+    keys = [
+        checks.positive_int("exact_keys", one) if isinstance(one, int | np.integer) else one
+        for one in exact_keys
+    ]
+    tried = [*itertools.starmap(Option, itertools.product(num_features, exact_bandwidth, keys))]
+    if not tried:
+        raise ValueError("num_features, exact_bandwidth and exact_keys must have a value each.")
+    return tried
 
 
 def _record(
