@@ -474,7 +474,9 @@ def _jvp_of_quotient(
 def _is_finite(x: Float[Array, "*shape dim"]) -> Bool[Array, "*shape"]:
     """Returns ``[...]``, True where ``[..., dim]`` is finite and sums over it cannot overflow."""
     largest = float(jnp.finfo(x.dtype).max) / MOST_TERMS
-    return jnp.all(jnp.abs(jax.lax.stop_gradient(x)) <= largest, axis=-1)
+    # The sum is one kernel on a CPU, where XLA takes a reduction of Booleans apart.
+    too_large = jnp.where(jnp.abs(jax.lax.stop_gradient(x)) <= largest, 0, jnp.ones((), x.dtype))
+    return jnp.sum(too_large, axis=-1) == 0
 
 
 def _replace(

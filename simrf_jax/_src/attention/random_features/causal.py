@@ -348,23 +348,24 @@ def _attend_chunk(
     """
     queries, no_features = features.queries(chunk.query)
     keys, nonfinite = features.keys(chunk.key, chunk.log_weights)
-    visibility = _Visibility.of(carry, chunk, with_own_key=with_own_key)
+    visible_from = functools.partial(_Visibility.of, carry, chunk, with_own_key=with_own_key)
+    visibility = visible_from()
     kept = carry.of_last_segment(chunk)
 
     visible = (chunk.log_weights > -jnp.inf) & ~nonfinite
     units = _Units.of(carry, keys.exponent, visible, chunk)
-    relative = keys.exponent - units.of_keys
+    # Minus infinity also where both are: their difference would be NaN.
+    relative = jnp.where(keys.exponent > -jnp.inf, keys.exponent - units.of_keys, -jnp.inf)
     limit = _limit(chunk.value)
-    is_large = jnp.any(relative > limit, axis=-1)
-    # Minus infinity also where both are: their difference, NaN, is not below the limit.
+    is_large = (largest(relative, axis=-1) > limit)[..., 0]
     relative = jnp.where(relative <= limit, relative, -jnp.inf)
     weights = exp_in_units(relative, jnp.zeros((), relative.dtype), keys.values)
     in_units = _KeysInUnits(weights, keys.exponent, units)
     readout = _read_in_units(queries, in_units, visible, carry, chunk, visibility)
     state = _add_in_units(kept.state, in_units, chunk.value, visibility.in_last)
-    in_last = visibility.in_last[..., None]
 
     def by_pairs(readout: Readout, state: AttentionState) -> tuple[Readout, AttentionState]:
+        visibility = visible_from()  # Not an argument of the branch, so that XLA sees constants.
         earlier = carry.state.read(hide(queries, visibility.carried), chunk.value.dtype)
         pairs = visibility.pairs(chunk.value.shape[1])
         in_pairs = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
@@ -372,7 +373,7 @@ def _attend_chunk(
         # Replace only results that involve a large key, so that its rounding reaches no other
         # output.
         of_queries = visibility.any(is_large)[..., None, None]
-        of_state = jnp.any(is_large & in_last, axis=1)[..., None]
+        of_state = jnp.any(is_large & visibility.in_last[..., None], axis=1)[..., None]
         readout = Readout(
             jnp.where(of_queries, in_pairs.sums, readout.sums),
             jnp.where(of_queries, in_pairs.shift, readout.shift),
@@ -393,7 +394,7 @@ def _attend_chunk(
         nonfinite
     )
     scanned = Scanned(readout, queries.log_scale, no_features | sees_nonfinite[..., None])
-    poisoned = kept.poisoned | jnp.any(nonfinite & in_last, axis=1)
+    poisoned = kept.poisoned | jnp.any(nonfinite & visibility.in_last[..., None], axis=1)
     return Carry(state, poisoned, kept.segment), scanned
 
 
@@ -443,7 +444,7 @@ class _Units(NamedTuple):
         """
         exponent = jax.lax.stop_gradient(exponent)
         maxima = carry.state.maxima[:, None]
-        has_state = jnp.any(maxima > -jnp.inf, axis=-1, keepdims=True)
+        has_state = largest(maxima, axis=-1) > -jnp.inf
         carried_segment, of_queries, of_keys = (
             carry.segment,
             chunk.query_segments,
@@ -516,7 +517,8 @@ def _read_in_units(
     # With this order of axes the product needs no transposed copy of the features.
     earlier = contract("btkgm,bkmd->bktgd", of_state, state.sums.astype(value.dtype))
     sums = contract("bkgqs,bskd->bqkgd", weights, value) + jnp.moveaxis(earlier, 2, 1)
-    sees_state = visibility.carried[..., None] & jnp.any(state.maxima > -jnp.inf, axis=-1)[:, None]
+    has_state = largest(state.maxima, axis=-1)[:, None, :, 0] > -jnp.inf
+    sees_state = visibility.carried[..., None] & has_state
     sees = (sees_state | visibility.any(visible))[..., None, None]
     return Readout(sums, jnp.where(sees, shift, -jnp.inf))
 
@@ -533,8 +535,9 @@ def _add_in_units(
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(exponent, axis=1), 1))
     features = jnp.where(visible, keys.features, 0)
     more = contract("bskm,bskd->bkmd", features, value)
+    # The units are the maxima of the state, unless it is empty.
     unit = exp_in_units(keys.units.of_keys[:, -1], maxima)[..., None]
-    return AttentionState(state.in_units_of(maxima) + more * unit, maxima)
+    return AttentionState((state.sums + more) * unit, maxima)
 
 
 def _read_pairs(
