@@ -213,8 +213,8 @@ MUTANTS = [
         Mutant(f"{CORE}/kept_keys.py", text, wrong, "tests/attention/test_kept_keys.py")
         for text, wrong in (
             (
-                "_num_better(score, segments, count) < count",
-                "_num_better(score, segments, count) <= count",
+                "& (num_better < count)",
+                "& (num_better <= count)",
             ),
             ("leaves &= _same(", "leaves |= ~_same("),
             ("sees &= _same(", "sees |= ~_same("),

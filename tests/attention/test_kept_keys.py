@@ -10,6 +10,8 @@ import pytest
 
 import simrf_jax
 from simrf_jax import ExactKeys, RandomFeatureMechanism, feature_maps, random_feature_attention
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.inspection.all_pairs import score_ranks
 from tests import formulas
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
@@ -155,6 +157,16 @@ def test_the_chunk_size_does_not_choose():
     ]
     for out in outs[1:]:
         np.testing.assert_allclose(out, outs[0], rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_take_quadratic_time():
+    mechanism = RandomFeatureMechanism(projection(), exact_keys=BEST)
+    calls = (Call.of(*inputs(length), is_causal=True) for length in (256, 512))
+    short, long = (
+        jax.jit(score_ranks).lower(mechanism, call).compile().cost_analysis()["flops"]
+        for call in calls
+    )
+    assert long < 5 * short
 
 
 def test_as_many_keys_as_there_are_make_softmax_attention():

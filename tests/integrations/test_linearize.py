@@ -14,6 +14,7 @@ from flax import nnx
 
 import simrf_jax
 from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.integrations.nnx import layer_choice
 from simrf_jax._src.integrations.nnx.layer_choice import (
     Candidate,
     LayerChoice,
@@ -178,6 +179,16 @@ def test_the_cheapest_option_that_reaches_the_error_is_chosen():
     # Without a wish, the best option within the budget.
     choice = linearize(Model(), relative_error=None, budget=1e3, **options).layers["lower"]
     assert (choice.num_features, choice.exact_keys) == (32, 2)
+
+
+def test_causal_calls_are_ranked_once_for_all_options(monkeypatch):
+    scored = []
+    ranks = layer_choice._ranks
+    monkeypatch.setattr(layer_choice, "_ranks", lambda *args: scored.append(0) or ranks(*args))
+    options = {"exact_keys": (1, 2), "num_steps": 3, "optimizer": optax.sgd(0.1)}
+    with pytest.warns(UserWarning, match="do not reach"):
+        linearize(Model(is_causal=True), relative_error=1e-6, **options)
+    assert len(scored) == 2 * (len(batches()) + len(batches(2)))  # Two layers.
 
 
 def test_layers_share_the_budget():

@@ -244,34 +244,35 @@ def held_keys(
       segments: ``[B, n]``, or None.
       count: Number of keys to keep.
     """
-    return _num_better(score, segments, count) < count
+    n = score.shape[1]
+    comes_by = jnp.tri(n - count, n, count, dtype=score.dtype)
+    beats = _beats(score, segments).astype(score.dtype)
+    num_better = jnp.einsum("tj,bkji->btik", comes_by, beats)
+    return _has_come(score, segments, count) & (num_better < count)
 
 
-def _num_better(
-    score: Float[Array, "B n K"], segments: Integer[Array, "B n"] | None, num_before: int
-) -> Float[Array, "B C n K"]:
-    """Returns the number of better keys that have come by each of the C positions, for each key.
-
-    It is infinite for keys that have not come or are of another segment than the position.
-
-    Args:
-      score: ``[B, n, K]`` of ``num_before`` keys that came before, and of the keys at the C
-        positions; minus infinity for none.
-      segments: ``[B, n]``, or None.
-      num_before: Number of keys that came before.
-    """
-    positions = jnp.arange(score.shape[1])[None]
+def _beats(
+    score: Float[Array, "B n K"], segments: Integer[Array, "B n"] | None
+) -> Bool[Array, "B K n n"]:
+    """Returns which keys, along the first axis of length n, are better than which others."""
     other, own = jnp.moveaxis(score, 1, -1)[:, :, :, None], score.mT[:, :, None]
-    is_earlier = (positions > positions.T)[None, None]
-    beats = (other > own) | ((other == own) & is_earlier)  # [B, K, n, n], the first the better.
+    is_earlier = ~jnp.tri(score.shape[1], dtype=bool)[None, None]
+    beats = (other > own) | ((other == own) & is_earlier)
     if segments is not None:
         beats &= (segments[:, :, None] == segments[:, None])[:, None]
-    comes_by = (positions.T[num_before:] >= positions).astype(score.dtype)
-    better = jnp.einsum("tj,bkji->btik", comes_by, beats.astype(score.dtype))
-    has_come = (comes_by > 0)[None, :, :, None] & (score > -jnp.inf)[:, None]
+    return beats
+
+
+def _has_come(
+    score: Float[Array, "B n K"], segments: Integer[Array, "B n"] | None, num_before: int
+) -> Bool[Array, "B C n K"]:
+    """Returns which keys of its segment have come by the position of each but the first keys."""
+    n = score.shape[1]
+    comes_by = jnp.tri(n - num_before, n, num_before, dtype=bool)
+    has_come = comes_by[None, :, :, None] & (score > -jnp.inf)[:, None]
     if segments is not None:
         has_come &= _same(segments[:, num_before:], segments)
-    return jnp.where(has_come, better, jnp.inf)
+    return has_come
 
 
 def key_ranks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B K T S"]:
@@ -285,8 +286,11 @@ def key_ranks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B K T S"]:
     """
     key_length = inputs.key.shape[1]
     coming = one_key_for_each_query(inputs, 0)
-    ranks = _num_better(KeptKeys.of(coming, features).score, coming.segments, 0)
-    ranks = jnp.moveaxis(ranks, 3, 1)
+    score = KeptKeys.of(coming, features).score
+    # A product as in held_keys is faster for a chunk, but takes cubic time.
+    num_better = jnp.cumsum(_beats(score, coming.segments), axis=2, dtype=score.dtype)
+    has_come = jnp.moveaxis(_has_come(score, coming.segments, 0), 3, 1)
+    ranks = jnp.where(has_come, num_better, jnp.inf)
     missing = max(0, key_length - ranks.shape[3])
     widths = ((0, 0), (0, 0), (0, 0), (0, missing))
     return jnp.pad(ranks, widths, constant_values=jnp.inf)[..., :key_length]

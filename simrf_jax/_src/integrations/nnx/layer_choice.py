@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
-from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inspection.all_pairs import log_kernels, score_ranks
 from simrf_jax._src.attention.inspection.distillation import mean_cross_entropy
@@ -107,6 +106,18 @@ def share_out(
         taken[path] = judged[path][number]
 
 
+class _Ranked(NamedTuple):
+    """A call, and the ranks by score of its keys if some option keeps keys by score."""
+
+    request: Request
+    ranks: jax.Array | None
+
+    @classmethod
+    def of(cls, request: Request, scorer: Calibrated | None) -> _Ranked:
+        """Returns the call with the ranks by a calibration's scores, which all options share."""
+        return cls(request, None if scorer is None else _ranks(scorer, request))
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """The calls of a layer's attention in a model with exact attention.
@@ -149,7 +160,13 @@ class Layer:
           ValueError: If there are too few sequences to judge on or their outputs are not finite.
         """
         judged: list[Candidate] = []
-        for option, cost in self.costs(options):
+        costs = self.costs(options)
+        by_score = any(isinstance(option.exact_keys, ExactKeys) for option, _ in costs)
+        fit, test = (
+            [_Ranked.of(one.request, self.calibration if by_score else None) for one in calls]
+            for calls in (self.fit, self.test)
+        )
+        for option, cost in costs:
             if cost > most:
                 break
             adapter = self.make(
@@ -158,11 +175,11 @@ class Layer:
                 coupling="cross_polytope",
                 norms="pair",
             )
-            judged.append(Candidate(adapter, self._judge(option, cost, adapter)))
+            judged.append(Candidate(adapter, self._judge(test, option, cost, adapter)))
             misses = self.relative_error is None or not judged[-1].choice.is_reached
             if num_steps and misses:
-                adapter = self._learned(adapter, option, num_steps, optimizer, prng_key)
-                judged.append(Candidate(adapter, self._judge(option, cost, adapter)))
+                adapter = self._learned(fit, adapter, option, num_steps, optimizer, prng_key)
+                judged.append(Candidate(adapter, self._judge(test, option, cost, adapter)))
             if self.relative_error is not None and judged[-1].choice.is_reached:
                 break
         return judged
@@ -185,15 +202,20 @@ class Layer:
         """Returns the multiplications of exact attention in all held-out calls."""
         return sum(exact_operations(seen.request.call) for seen in self.test)
 
-    def _judge(self, option: Option, cost: float, adapter: RandomFeatureAttention) -> LayerChoice:
+    def _judge(
+        self,
+        test: Iterable[_Ranked],
+        option: Option,
+        cost: float,
+        adapter: RandomFeatureAttention,
+    ) -> LayerChoice:
         """Returns the error of an adapter, which has the sizes of an option."""
         mechanism = _features_alone(adapter)
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
         errors, far, num_queries = [], np.zeros(()), np.zeros(())
-        for seen in self.test:
-            *logs, counts = _log_kernels(mechanism, seen.request)
-            ranks = _ranks(mechanism, seen.request, option)
-            found = head_errors(*logs, seen.request.call.value, counts, pairs, ranks)
+        for request, ranks in test:
+            *logs, counts = _log_kernels(mechanism, request)
+            found = head_errors(*logs, request.call.value, counts, pairs, ranks)
             found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
             num_heads = found.counts.sum(axis=-1)
             mean = found.relative_error.sum(axis=-1) / np.maximum(num_heads, 1)
@@ -216,6 +238,7 @@ class Layer:
 
     def _learned(
         self,
+        fit: Sequence[_Ranked],
         adapter: RandomFeatureAttention,
         option: Option,
         num_steps: int,
@@ -232,11 +255,9 @@ class Layer:
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
         rows = {name: getattr(learned, name) for name in Learned.axes_of_one}
         state = optimizer.init(rows)
-        numbers = jax.random.randint(prng_key, (num_steps,), 0, len(self.fit))
+        numbers = jax.random.randint(prng_key, (num_steps,), 0, len(fit))
         for number in np.asarray(numbers):
-            request = self.fit[number].request
-            ranks = _ranks(mechanism, request, option)
-            rows, state = _learn(rows, state, mechanism, request, pairs, ranks, optimizer=optimizer)
+            rows, state = _learn(rows, state, mechanism, fit[number], pairs, optimizer=optimizer)
         learned = dataclasses.replace(learned, **rows)
         sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
         return self.make(**sizes, feature_map=learned)
@@ -314,17 +335,12 @@ def _log_kernels(
     return *log_kernels(mechanism, request.call), counts
 
 
-def _ranks(mechanism: RandomFeatureMechanism, request: Request, option: Option) -> jax.Array | None:
-    """Returns the ranks by score of a call's keys, if the option keeps keys by score."""
-    if not isinstance(option.exact_keys, ExactKeys):
-        return None
-    # All numbers of keys share one program.
-    by_score = dataclasses.replace(mechanism, exact_keys=KeyChoice.of(ExactKeys(1, by="score")))
-    return _compiled_ranks(by_score, request)
-
-
 @jax.jit
-def _compiled_ranks(mechanism: RandomFeatureMechanism, request: Request) -> jax.Array:
+def _ranks(scorer: Calibrated, request: Request) -> jax.Array:
+    """Returns the ranks by score of a call's keys."""
+    no_rows = jnp.zeros((2, request.call.key.shape[-1]))
+    keys = ExactKeys(1, by="score")
+    mechanism = RandomFeatureMechanism(no_rows, feature_map=scorer, exact_keys=keys)
     return score_ranks(mechanism, request.call)
 
 
@@ -333,14 +349,14 @@ def _learn(
     rows: dict[str, jax.Array],
     state: Any,
     mechanism: RandomFeatureMechanism,
-    request: Request,
+    ranked: _Ranked,
     pairs: ExactPairs,
-    ranks: jax.Array | None,
     *,
     optimizer: Any,
 ) -> tuple[dict[str, jax.Array], Any]:
     """Returns the parameters of learned features, and the optimizer's state, after a step."""
     start: Any = mechanism.feature_map
+    request, ranks = ranked
 
     def loss(rows: dict[str, jax.Array]) -> jax.Array:
         own = dataclasses.replace(mechanism, feature_map=dataclasses.replace(start, **rows))

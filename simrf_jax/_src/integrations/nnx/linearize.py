@@ -146,9 +146,10 @@ def linearize(
     attention can do neither: it treats a number as None, but accepts positions.
 
     Queries, keys and values of all layers for the held-out batches, and with ``num_steps`` for all
-    batches, are in memory together, and the report compares all pairs of tokens of a batch: use
-    small batches. Equal arguments and keys give equal results. The logger ``simrf_jax`` reports
-    each layer at level INFO. For a progress bar, pass ``tqdm.tqdm(batches)``.
+    batches, are in memory together, and so are the ranks by score of all pairs of tokens of a
+    causal layer. The report compares all pairs of tokens of a batch: use small batches. Equal
+    arguments and keys give equal results. The logger ``simrf_jax`` reports each layer at level
+    INFO. For a progress bar, pass ``tqdm.tqdm(batches)``.
 
     Args:
       model: A model with ``nnx.MultiHeadAttention`` layers. Its mode is not changed: call
