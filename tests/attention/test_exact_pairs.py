@@ -63,3 +63,9 @@ def test_errors_are_those_of_attention(case):
     np.testing.assert_allclose(found.relative_error, error / norm, rtol=1e-4, atol=1e-10)
     np.testing.assert_array_equal(found.num_queries, np.repeat(counts.sum(-1)[:, None], HEADS, 1))
     assert np.all(found.far_sum <= found.num_queries * (1 + 1e-6))
+
+
+def test_keys_by_score_need_ranks():
+    x, pairs = jnp.zeros((1, 3, 3)), ExactPairs.of(None, ExactKeys(1, by="score"))
+    with pytest.raises(TypeError, match=r"ranks must be those of the keys .* by score, got None"):
+        head_errors(x, x, jnp.zeros((3, 1, 2)), jnp.ones(3, bool), pairs, None)

@@ -444,4 +444,10 @@ def test_refusals_leave_the_model_as_it_was():
         refused(budget=0.01)
     with pytest.raises(ValueError, match="held_out must be finite"):
         refused([jnp.full((2, LENGTH, WIDTH), jnp.nan)])
+
+    def both(model, x):
+        return model(x), model.lower(x, is_causal=True)
+
+    with pytest.raises(ValueError, match=r"'lower' is causal in some calls .* or None, got 2; whe"):
+        refused(call=both)
     assert model.lower.attention_fn is nnx.dot_product_attention

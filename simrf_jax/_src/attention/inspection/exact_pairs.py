@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-from simrf_jax._src.attention.estimator import ExactKeys, KeyChoice
+from simrf_jax._src.attention.estimator import ExactKeys
 from simrf_jax._src.attention.random_features.kept_keys import kept_pairs
 
 
@@ -23,13 +23,13 @@ class ExactPairs(NamedTuple):
       bandwidth: Distance over which queries see keys exactly; -1 for no band.
       num_keys: Number of keys with the largest estimated mass that all queries see exactly.
       num_kept: Number of keys with the best scores, of those before the band, that a causal query
-        sees exactly.
+        sees exactly; None if no keys are kept by score.
       positions: ``[g]``, positions of more such keys, counted from the end if negative.
     """
 
     bandwidth: Integer[Array, ""]
     num_keys: Integer[Array, ""]
-    num_kept: Integer[Array, ""]
+    num_kept: Integer[Array, ""] | None
     positions: Integer[Array, " g"]
 
     @classmethod
@@ -38,18 +38,13 @@ class ExactPairs(NamedTuple):
     ) -> ExactPairs:
         """Returns the choice for arguments of ``random_feature_attention``.
 
-        Keys by score are those of causal attention.
+        ``ExactKeys`` are by score, of causal attention.
         """
-        is_positions = isinstance(exact_keys, tuple)
-        choice = None if exact_keys is None or is_positions else KeyChoice.of(exact_keys)
-        counts = {"mass": 0, "score": 0}
-        if choice is not None:
-            counts[choice.by] = choice.count
         return cls(
             jnp.asarray(-1 if exact_bandwidth is None else exact_bandwidth),
-            jnp.asarray(counts["mass"]),
-            jnp.asarray(counts["score"]),
-            jnp.asarray(exact_keys if is_positions else (), jnp.int32),
+            jnp.asarray(exact_keys if isinstance(exact_keys, int) else 0),
+            jnp.asarray(exact_keys.count) if isinstance(exact_keys, ExactKeys) else None,
+            jnp.asarray(exact_keys if isinstance(exact_keys, tuple) else (), jnp.int32),
         )
 
     def among(
@@ -67,6 +62,9 @@ class ExactPairs(NamedTuple):
           counts: False at queries that are padding, and give no mass to keys.
           num_key_heads: Number K of key heads, each of which chooses its keys.
           ranks: Ranks of the keys by score, of ``score_ranks``; None if no keys are kept by score.
+
+        Raises:
+          TypeError: If keys are kept by score, but there are no ranks.
         """
         *batch, heads, length, key_length = estimated.shape
         place = jnp.arange(key_length)
@@ -79,7 +77,9 @@ class ExactPairs(NamedTuple):
         mass = jnp.sum(mass, axis=-2)
         rank = jnp.argsort(jnp.argsort(-mass, axis=-1), axis=-1)
         chosen = jnp.repeat(rank < self.num_keys, groups, axis=-2)[..., None, :]
-        if ranks is not None:
+        if self.num_kept is not None:
+            if ranks is None:
+                raise TypeError("ranks must be those of the keys that are kept by score, got None.")
             kept = kept_pairs(ranks, self.num_kept, self.bandwidth + 1)
             chosen |= jnp.repeat(kept, groups, axis=-3)
         return chosen | jnp.broadcast_to(near, estimated.shape)
@@ -111,7 +111,7 @@ def head_errors(
     value: Float[Array, "*batch S K D"],
     counts: Bool[Array, "*batch T"],
     pairs: ExactPairs,
-    ranks: Float[Array, "*batch K T S"] | None = None,
+    ranks: Float[Array, "*batch K T S"] | None,
 ) -> HeadErrors:
     """Returns the errors of positive features with exact pairs.
 

@@ -143,7 +143,8 @@ def linearize(
 
     Bidirectional attention chooses a number of ``exact_keys`` by all queries. Causal attention must
     not, so such layers choose it by score, ``ExactKeys(number, by="score")``. Packed bidirectional
-    attention can do neither: it treats a number as None, but accepts positions.
+    attention can do neither: it treats a number as None, but accepts positions. A layer that is
+    causal in only some calls must have positions or None.
 
     Queries, keys and values of all layers for the held-out batches, and with ``num_steps`` for all
     batches, are in memory together, and so are the ranks by score of all pairs of tokens of a
@@ -260,6 +261,8 @@ def linearize(
         test = _joined(recording.adapters, map(record, held_out))
     finally:
         recording.undo()
+    for path in recording.adapters:
+        _check_order(path, (*fit[path], *test[path]), tried)
     layers = {
         path: Layer(
             functools.partial(
@@ -369,6 +372,17 @@ def _joined(
     if not batches:
         raise ValueError("held_out must have two sequences or more, got none.")
     return {path: tuple(one for calls in batches for one in calls[path]) for path in adapters}
+
+
+def _check_order(path: str, calls: Iterable[SeenCall], options: Iterable[Option]) -> None:
+    """Raises ``ValueError`` for a number of exact keys if only some calls are causal."""
+    numbers = [one.exact_keys for one in options if isinstance(one.exact_keys, int)]
+    if numbers and len({seen.request.call.is_causal for seen in calls}) > 1:
+        raise ValueError(
+            f"The layer {path!r} is causal in some calls and not in others, which choose a number "
+            "of exact keys differently. Such layers need exact_keys that are positions or None, "
+            f"got {numbers[0]}; where excludes them."
+        )
 
 
 def _log(path: str, judged: Sequence[Candidate], number: int, count: int) -> None:
