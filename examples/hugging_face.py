@@ -336,7 +336,7 @@ def main() -> None:
     )
     parser.add_argument("--model_dir", type=pathlib.Path, required=True)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--features", type=int, default=112)
+    parser.add_argument("--features", type=int, help="By default 112.")
     parser.add_argument("--relative_error", type=float)
     parser.add_argument("--budget", type=float)
     parser.add_argument("--steps", type=int, default=0)
@@ -344,6 +344,9 @@ def main() -> None:
     chooses = options.relative_error is not None or options.budget is not None
     if options.steps and not chooses:
         parser.error("--steps needs --relative_error or --budget.")
+    if options.features is not None and chooses:
+        parser.error("--relative_error and --budget choose features: they take no --features.")
+    num_features = 112 if options.features is None else options.features
     folder = options.model_dir
     if missing := [
         name
@@ -372,7 +375,7 @@ def main() -> None:
         return
     fit, test = texts[:NUM_FIT], texts[NUM_FIT : NUM_FIT + NUM_TEST]
     print(f"Cosine of the embeddings of {len(test)} texts to those of softmax attention:")
-    for name, value in compare(model, fit, test, options.features).items():
+    for name, value in compare(model, fit, test, num_features).items():
         print(f"{name}: {value:.3f}")
 
 

@@ -433,11 +433,19 @@ def main() -> None:
     parser.add_argument("--model_dir", type=pathlib.Path, required=True)
     parser.add_argument("--train_steps", type=int, default=0)
     parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--features", type=int, default=64)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--features", type=int, help="By default 64.")
+    parser.add_argument("--seeds", type=int, help="By default 3.")
     parser.add_argument("--relative_error", type=float)
-    parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--steps", type=int, help="By default 0.")
     options = parser.parse_args()
+    chooses = options.relative_error is not None
+    if options.steps is not None and not chooses:
+        parser.error("--steps needs --relative_error.")
+    if chooses and (options.features, options.seeds) != (None, None):
+        parser.error("--relative_error chooses features: it takes no --features and no --seeds.")
+    num_features = 64 if options.features is None else options.features
+    num_seeds = 3 if options.seeds is None else options.seeds
+    num_steps = options.steps or 0
     folder = options.model_dir
     texts = Texts.load(folder, options.length)
     if options.train_steps:
@@ -450,25 +458,25 @@ def main() -> None:
     before = mean_bits(model, test)
     print(f"Bits per token of {len(test)} windows of {options.length} tokens:")
     print(f"softmax attention: {before:.4f}")
-    if options.relative_error is not None:
+    if chooses:
         report = linearize(
             model,
             [jnp.asarray(fit[i : i + 2]) for i in range(0, NUM_FIT, 2)],
             [jnp.asarray(texts.judge[i : i + 2, :-1]) for i in range(0, NUM_JUDGE, 2)],
             relative_error=options.relative_error,
-            num_steps=options.steps,
-            optimizer=optax.adam(optax.cosine_decay_schedule(0.1, options.steps))
-            if options.steps
+            num_steps=num_steps,
+            optimizer=optax.adam(optax.cosine_decay_schedule(0.1, num_steps))
+            if num_steps
             else None,
             is_causal=True,
             rngs=nnx.Rngs(0),
         )
         print(f"linearized: {mean_bits(model, test):.4f}", report, sep="\n")
         return
-    for way, found in compare(model, fit, test, options.features, options.seeds).items():
+    for way, found in compare(model, fit, test, num_features, num_seeds).items():
         error = np.std(found, ddof=1) / len(found) ** 0.5 if len(found) > 1 else np.nan
         print(f"{way}: {np.mean(found):.4f} ± {error:.4f}", flush=True)
-    swap(model, way, options.features, fit, 0)
+    swap(model, way, num_features, fit, 0)
     length = options.length // 2
     tokens, logits = complete(model, jnp.asarray(test[:1, :length]), length)
     whole = model(tokens)[:, length - 1 : -1]

@@ -188,11 +188,18 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     assert "lacks config.json, model.safetensors, tokenizer.json" in capsys.readouterr().err
 
 
-def test_steps_without_a_wish_are_refused(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={tmp_path}", "--steps=3"])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps=3"], "--steps needs --relative_error or --budget"),
+        (["--budget=0.9", "--features=112"], "--budget choose features: they take no --features"),
+    ],
+)
+def test_flags_that_nothing_reads_are_refused(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={tmp_path}", *flags])
     with pytest.raises(SystemExit):
         hf.main()
-    assert "--steps needs --relative_error or --budget" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def published_folder():

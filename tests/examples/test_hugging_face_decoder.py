@@ -217,3 +217,18 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         hd.main()
     assert "lacks config.json; --train_steps=" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--steps=3"], "--steps needs --relative_error"),
+        (["--relative_error=0.1", "--features=64"], "it takes no --features and no --seeds"),
+        (["--relative_error=0.1", "--seeds=3"], "it takes no --features and no --seeds"),
+    ],
+)
+def test_flags_that_nothing_reads_are_refused(tmp_path, monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(sys, "argv", ["hugging_face_decoder", f"--model_dir={tmp_path}", *flags])
+    with pytest.raises(SystemExit):
+        hd.main()
+    assert message in capsys.readouterr().err
