@@ -175,7 +175,7 @@ def fmm_attention(
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends only to itself.
       chunk_size: Number of keys per chunk of causal or packed far fields, a power of two; None for
-        256 on GPUs and 64 elsewhere.
+        256 if the default backend is a GPU, and 64 otherwise.
       block_size: Queries that the near field handles together; None for a default.
       sequence_axis: The mesh axis, or a tuple of them, that shards the length; queries and keys
         must have the same length. See ``random_feature_attention``.

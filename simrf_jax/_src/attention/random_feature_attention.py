@@ -40,7 +40,7 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
         key head; None for a map that needs none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
       chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for
-        256 on GPUs and 64 elsewhere.
+        256 if the default backend is a GPU when the mechanism is made, and 64 otherwise.
       sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
         ``random_feature_attention``.
       batch_axis: Mesh axes that shard the batch, for kernels; see ``random_feature_attention``.
@@ -314,7 +314,7 @@ def random_feature_attention(
       segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
         attends only to keys of its own segment. Neighbors with equal ids belong to one segment.
       chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for
-        256 on GPUs and 64 elsewhere.
+        256 if the default backend is a GPU, and 64 otherwise.
       sequence_axis: The mesh axis, or a tuple of them, that shards the sequence. Leave it out for
         axes of type Explicit, which are part of the types of query, key and value. Name axes of
         type Auto here; otherwise XLA all-gathers the keys of causal and packed attention. The mesh
