@@ -20,7 +20,8 @@ from experiments.swap import training
 from experiments.swap.training import Batch, Task
 
 SHORT = 8  # Numbers of pairs up to this one have sequences of one length.
-TEST_SEED = 2**32  # Of the held-out sequences; no seed of a run is as large.
+# Seeds of sequences that end the training, and of others; no seed of a run is as large.
+VALIDATION_SEED, TEST_SEED = 2**32, 2**32 + 1
 
 
 class Case(NamedTuple):
@@ -118,7 +119,8 @@ def train(config: ConfigDict, case: Case, optimizers: Optimizers, *, seed: int) 
       seed: Seed of parameters, projections and batches.
 
     Returns:
-      Accuracy on held-out sequences of N pairs, number of steps, and number of pairs of the last.
+      Accuracy on sequences of N pairs that had no part in ending the training, number of steps, and
+      number of pairs of the last.
     """
     stage = case.stages[0]
 
@@ -146,12 +148,11 @@ def train(config: ConfigDict, case: Case, optimizers: Optimizers, *, seed: int) 
         while accuracy < enough and done < config.num_steps:
             model = next(models)
             done += config.eval_interval
-            accuracy = evaluate(config, task, model, size, padded)
+            accuracy = evaluate(config, task, model, VALIDATION_SEED, size, padded)
         total += done
         if accuracy < config.failed_below:
             break
-    if size < case.num_pairs:
-        accuracy = evaluate(config, task, model, case.num_pairs, case.num_pairs)
+    accuracy = evaluate(config, task, model, TEST_SEED, case.num_pairs, case.num_pairs)
     return np.array([accuracy, total, size])
 
 
@@ -170,11 +171,10 @@ def draw(
 
 
 def evaluate(
-    config: ConfigDict, task: Task, model: nnx.Module, num_pairs: int, padded: int
+    config: ConfigDict, task: Task, model: nnx.Module, seed: int, num_pairs: int, padded: int
 ) -> float:
     """Returns the accuracy on held-out sequences of a number of pairs."""
-    seed = TEST_SEED, num_pairs
-    inputs, targets = draw(config, seed, config.test_sequences, num_pairs, padded)
+    inputs, targets = draw(config, (seed, num_pairs), config.test_sequences, num_pairs, padded)
     return training.evaluate(task._replace(test_inputs=inputs, test_targets=targets), model)
 
 

@@ -1,3 +1,4 @@
+import itertools
 import json
 
 import jax
@@ -10,6 +11,7 @@ from experiments.char_lm import corpus
 from experiments.harness.mistakes import UserError
 from experiments.recall import equal_time, kinds, library, measure_recall, recall
 from experiments.recall.configs import paper
+from experiments.swap import training
 from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.experiments.recall import tiny
 
@@ -95,12 +97,27 @@ def test_an_exact_solver_has_an_accuracy_of_one():
     case = measure_recall.Case("softmax", 4, 0, 0)
     task = measure_recall.make_task(config, case, lambda seed: None)
     for padded in (2, 4):
-        assert measure_recall.evaluate(config, task, Solver(), 2, padded) == 1
+        assert measure_recall.evaluate(config, task, Solver(), 0, 2, padded) == 1
     inputs, values = measure_recall.draw(config, (0, 0), 100, 4, 4)
     logits = task.apply(Solver(), jnp.asarray(inputs), None)
     assert (measure_recall.is_right(logits, values - 1) == 0).all()
     half = np.where(np.arange(4) < 2, values, 0)
     assert (measure_recall.is_right(logits, half) == 0.5).all()
+
+
+@pytest.mark.fast
+def test_the_accuracy_is_of_sequences_that_did_not_end_the_training(monkeypatch):
+    seeds, draw = [], measure_recall.draw
+    monkeypatch.setattr(
+        measure_recall, "draw", lambda config, *args: seeds.append(args[0]) or draw(config, *args)
+    )
+    monkeypatch.setattr(training, "initial_model", lambda task, seed: Solver())
+    monkeypatch.setattr(training, "train", lambda *_, **options: itertools.repeat(Solver()))
+    case = measure_recall.Case("softmax", 4, 0, 0)
+    optimizers = measure_recall.Optimizers(None, None)
+    found = measure_recall.train(tiny.get_config().recall, case, optimizers, seed=0)
+    np.testing.assert_array_equal(found, [1, 2, 4])
+    assert len({*seeds}) == len(seeds) == 3  # Of two numbers of pairs, and of the accuracy.
 
 
 @pytest.mark.slow
