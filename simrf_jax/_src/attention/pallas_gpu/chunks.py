@@ -180,7 +180,7 @@ class Scan:
                 if before:
                     of_part = Place(part * batch + place.batch, place.head, self.num_heads)
                     units, _, _, offsets, _ = memory["numbers"]
-                    targets = memory["means"], units, offsets
+                    targets = memory["means"], units, offsets  # Some others have no offsets.
                     for source, target in zip(before_refs, targets, strict=False):
                         plgpu.copy_gmem_to_smem(of_part.of(source, 0, ROWS), target, loaded)
 
@@ -204,6 +204,7 @@ class Scan:
                     state = mine.advance(state, own, others)
                     first = start(i) + group * TILE
                     *vector_refs, number_ref = out_refs
+                    # Those that result are in the place of the first ones.
                     for x, ref in zip(own.vectors, vector_refs, strict=False):
                         plgpu.copy_smem_to_gmem(x, place.of(ref, first, TILE, are_tokens=True))
                     number = memory["found"].at[group]
@@ -246,6 +247,7 @@ class Scan:
         if self.is_reversed:
             lse, *found = (jnp.flip(x, axis=0) for x in (lse, *found))
         weights, lse = _weights_of_parts_before(lse)
+        # flash turns all that is not finite into NaN, also of parts that are not before.
         means, *offsets = (
             jnp.einsum(
                 "ijbkm,jbkmd->ibkmd", weights, jnp.where(jnp.isnan(x), 0, x), precision="highest"
