@@ -21,7 +21,7 @@ def typed_key(key: Any) -> None:
     if not (hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
         what = f"{key.dtype} array" if hasattr(key, "dtype") else type(key).__name__
         raise TypeError(
-            f"key must be a typed PRNG key, made by jax.random.key(seed), got {what}. "
+            f"key must be a typed PRNG key, such as jax.random.key(0), got {what}. "
             "jax.random.wrap_key_data turns a raw key into a typed one."
         )
     if key.shape:

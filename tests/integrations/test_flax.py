@@ -206,7 +206,7 @@ def call_linen(*, call=None, attention=None, **options):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"call": {"mask": nn.make_causal_mask(jnp.ones((2, 9)))}}, "may differ between queries"),
+        ({"call": {"mask": nn.make_causal_mask(jnp.ones((2, 9)))}}, "^is_causal=True replaces a"),
         ({"call": {"sow_weights": True}}, "sow_weights=True: .* there are none to sow"),
         (
             {"attention": {"dropout_rate": 0.1}, "call": {"deterministic": False}},
@@ -215,7 +215,7 @@ def call_linen(*, call=None, attention=None, **options):
         ({"coupling": "simplx"}, "coupling must be one of"),
         ({"block": "round"}, "block must be one of"),
         ({"rotation": "qr"}, "rotation must be one of"),
-        ({"feature_map": "cosine"}, "feature_map must be one of"),
+        ({"feature_map": "cosine"}, "feature_map must be one of .*'calibrated', 'learned', got"),
         ({"feature_map": "clustered_hybrid"}, "takes the centers of clusters"),
         ({"num_weights": 4}, "num_weights is for angular_hybrid and gaussian_hybrid, got 4"),
         ({"exact_bandwidth": -1}, "exact_bandwidth must be at least 0, got -1"),

@@ -247,5 +247,6 @@ def test_says_why_a_mask_holds_no_segments(name, api):
     call = KINDS["random features"](HEADS, DIM, masks=masks, **fields).calls()[api]
     with pytest.raises(ValueError, match=f"mask must hold booleans, .* as bias, .*{reason}"):
         call(*qkv, mask=IDS, **options)
-    with pytest.raises(ValueError, match=f'^masks="{masks}": the mask .* is no.*{reason}'):
+    lead = "" if fields else "is_causal=True is needed for a causal mask. "
+    with pytest.raises(ValueError, match=f'^{lead}masks="{masks}": the mask .* is no.*{reason}'):
         call(*qkv, mask=SAME[..., : qkv[0].shape[1], :], **options)

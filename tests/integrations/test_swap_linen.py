@@ -136,7 +136,7 @@ def test_layers_in_a_scan(x):
 
 def test_refuses(x):
     swap = functools.partial(adapters.swap_attention, num_features=12)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bandwidth'"):
+    with pytest.raises(TypeError, match="argument 'bandwidth'; did you mean exact_bandwidth"):
         swap(model_with(), bandwidth=3)
 
     def call(model):

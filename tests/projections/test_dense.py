@@ -200,7 +200,7 @@ def test_draw_refuses(arguments, options, error, match):
 @pytest.mark.parametrize(
     ("key", "error", "match"),
     [
-        (0, TypeError, "must be a typed PRNG key, made by jax.random.key.seed., got int"),
+        (0, TypeError, r"must be a typed PRNG key, such as jax.random.key\(0\), got int"),
         (np.zeros(2, np.uint32), TypeError, "got uint32 array"),
         (jax.random.split(jax.random.key(0), 3), ValueError, r"single key, got shape \(3,\)"),
     ],

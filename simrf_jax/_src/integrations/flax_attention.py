@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -256,6 +258,18 @@ def check_kernels(
     checks.axis_names("batch_axis", batch_axis)
     checks.axis_names("head_axis", head_axis)
     names_of(implementation)
+
+
+def check_options(adapter: type, options: Mapping[str, Any]) -> None:
+    """Raises ``TypeError`` for an option that an adapter does not have."""
+    known = inspect.signature(vars(adapter)["__init__"]).parameters
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, 1)
+            instead = f"; did you mean {nearest[0]}?" if nearest else "."
+            raise TypeError(
+                f"{adapter.__name__} got an unexpected keyword argument {name!r}{instead}"
+            )
 
 
 def check_exact_keys(exact_keys: int | ExactKeys | tuple[int, ...] | None) -> None:

@@ -20,6 +20,7 @@ from simrf_jax._src.calibration.fit import Balance, Tilt, fit, mean_log_second_m
 from simrf_jax._src.calibration.moments import Moments
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.features.feature_map import FEATURE_MAPS, OF_ADAPTERS
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations.flax_attention import Request
 from simrf_jax._src.projections import DrawOptions, Projection, ProjectionLike
@@ -39,8 +40,11 @@ def adapter_map(
     drawn.
 
     Raises:
-      ValueError: If ``"learned"`` has no number of features, or a ``Learned`` map has one.
+      ValueError: If a name is unknown, ``"learned"`` has no number of features, or a ``Learned``
+        map has one.
     """
+    if isinstance(feature_map, str):
+        checks.one_of("feature_map", feature_map, (*FEATURE_MAPS, *OF_ADAPTERS))
     if isinstance(feature_map, Learned) and num_features is not None:
         raise ValueError(
             f"A Learned map has its own rows: num_features must be None, got {num_features}."

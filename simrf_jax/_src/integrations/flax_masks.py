@@ -184,11 +184,11 @@ def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: b
     field = 'masks="packed"'
     if no_segments == NEEDS_PACKED:
         field = "is_causal=True" if is_causal else 'masks="factored"'
-    hints = "" if is_causal else " A causal mask needs is_causal=True as well."
-    hints += f" {no_segments}" if no_segments else ""
+    causal = "" if is_causal else "is_causal=True is needed for a causal mask. "
+    segments = f" {no_segments}" if no_segments else ""
     return (
-        f"{field}: the mask of shape {shape} is not a product of {product}.{hints} Linear "
-        "attention cannot honor other masks."
+        f"{causal}{field}: the mask of shape {shape} is not a product of {product}.{segments} "
+        "Linear attention cannot honor other masks."
     )
 
 

@@ -217,7 +217,7 @@ class Projection(StructuredProjection):
         """
         if projection is None or is_structured(projection):
             return super().of(projection)
-        return cls(checks.floating("projection", projection))
+        return cls(_as_array(projection))
 
     @classmethod
     def draw(
@@ -552,7 +552,17 @@ def as_projection(
       projection: Floating array-like, or a ``StructuredProjection``.
 
     Raises:
-      TypeError: If the projection is None or is not floating.
+      TypeError: If the projection is None, a number or not floating.
     """
     w: Any = projection
-    return w if is_structured(w) else checks.floating("projection", w)
+    return w if is_structured(w) else _as_array(w)
+
+
+def _as_array(projection: Any) -> Float[Array, "*shape"]:
+    """Returns a floating array, and refuses a number, which may be meant for that of features."""
+    if isinstance(projection, int | float):
+        raise TypeError(
+            f"projection must be {Projection.expected}, such as draw_projection(jax.random.key(0), "
+            f"{projection}, dim), got {projection}."
+        )
+    return checks.floating("projection", projection)

@@ -37,7 +37,8 @@ class StructuredProjection(abc.ABC):
         if isinstance(projection, cls):
             return projection
         found = "an array" if isinstance(projection, jax.Array) else type(projection).__name__
-        found = "None" if projection is None else found
+        if projection is None:
+            found = "None, and Flax adapters draw it only with num_features"
         raise TypeError(f"projection must be {cls.expected}, got {found}.")
 
     def __repr__(self) -> str:

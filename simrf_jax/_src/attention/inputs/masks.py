@@ -92,11 +92,12 @@ def one_row(
         )
     if differs_between_queries(x):
         of_adapters = ', and masks="factored" in the Flax adapters' if name == "mask" else ""
+        instead = "is_causal=True replaces a causal mask; the " if name == "mask" else ""
         raise ValueError(
-            f"{name} of shape {x.shape} may differ between queries, which linear attention "
-            "cannot honor: it sums over the keys once for all queries. What works: a key-padding "
-            f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
-            f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
+            f"{instead}{name} of shape {x.shape} may differ between queries, which linear "
+            "attention cannot honor: it sums over the keys once for all queries. What works: a "
+            f"key-padding {name} with a query axis of size 1 ([batch..., 1, 1, key length], such "
+            f"as {name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
             f"query_seq_lengths{of_adapters}."
         )
     return x[..., :1, :] if shape[-2] > 1 else x

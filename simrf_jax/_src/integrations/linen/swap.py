@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from flax import linen as nn
 from flax.core import freeze
 
+from simrf_jax._src.integrations import flax_attention
 from simrf_jax._src.integrations.linen.adapter import Adapter
 from simrf_jax._src.integrations.linen.random_features import RandomFeatureAttention
 
@@ -124,7 +125,7 @@ def swap_attention(
       >>> swapped.apply(variables, x).shape
       (2, 10, 32)
     """
-    RandomFeatureAttention(num_features, parent=None, **options)  # Refuses unknown options.
+    flax_attention.check_options(RandomFeatureAttention, options)
     rule = Rule(num_features, where, freeze(options))
     if isinstance(model, SwappedAttention):
         return SwappedAttention(model.module, (*model.rules, rule))

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from flax import nnx
 
+from simrf_jax._src.integrations import flax_attention
 from simrf_jax._src.integrations.flax_versions import static
 from simrf_jax._src.integrations.nnx.adapter import Adapter
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
@@ -136,6 +137,7 @@ def swap_attention(
       >>> bool(jnp.all(model(x) == before))
       True
     """
+    flax_attention.check_options(RandomFeatureAttention, options)
     found = {
         ".".join(map(str, path)) or "itself": module
         for path, module in nnx.iter_graph(model)
@@ -174,7 +176,8 @@ def _adapter(
         raise ValueError(
             f"The layer {path} must have dropout_rate=0 and decode=False, got "
             f"dropout_rate={layer.dropout_rate} and decode={layer.decode}: there are no attention "
-            "weights to drop out, and an adapter that decodes keeps its own cache."
+            "weights to drop out, and an adapter that decodes keeps its own cache. Set both before "
+            "the swap: layer.dropout_rate = 0, layer.decode = False."
         )
     shape = layer.key.kernel.shape
     if len(shape) != 3:
