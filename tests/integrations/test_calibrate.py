@@ -542,7 +542,8 @@ def test_traced_values_are_not_logged(caplog):
     ("options", "batches", "arguments", "error", "match"),
     [
         ({"feature_map": "positive"}, BATCHES, {}, ValueError, 'feature_map="calibrated"'),
-        ({}, [], {}, ValueError, "has seen no tokens"),
+        ({}, [], {}, ValueError, "batches must have a batch, got none"),
+        ({}, [BATCHES[0][:, :0]], {}, ValueError, "has seen no tokens"),
         ({"decode": True}, BATCHES, {}, ValueError, "decode=True"),
         ({}, [np.full_like(BATCHES[0], np.nan)], {}, ValueError, "are not finite"),
         (
@@ -560,6 +561,20 @@ def test_traced_values_are_not_logged(caplog):
 def test_refuses(calibrate, make, options, batches, arguments, error, match):
     with pytest.raises(error, match=match):
         calibrate(make(**options), batches, **arguments)
+
+
+@pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])
+@pytest.mark.parametrize("batch", [(BATCHES[0], 0), {"x": BATCHES[0]}], ids=["tuple", "dict"])
+def test_errors_about_batches_of_several_parts_name_a_call(calibrate, make, batch):
+    parts = r"\*\*batch" if isinstance(batch, dict) else r"\*batch"
+    with pytest.raises(AttributeError, match=rf"use call=lambda model, .*[( ]{parts}[,)]"):
+        calibrate(make(), [batch])
+
+
+@pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])
+def test_too_few_tokens_make_a_warning(calibrate, make):
+    with pytest.warns(UserWarning, match="covariances of as few as 3 tokens, fewer than the 4 dim"):
+        calibrate(make(), [BATCHES[0][:1, :3]])
 
 
 def test_an_error_leaves_the_model_as_it_was():

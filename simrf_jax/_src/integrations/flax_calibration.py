@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
@@ -121,13 +123,39 @@ def _seen_by_some_head(visible: jax.Array, call: Call) -> jax.Array:
 
 
 def logged(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yields the batches, and logs their number every ten seconds."""
-    last = time.monotonic()
+    """Yields the batches, and logs their number every ten seconds.
+
+    Raises:
+      ValueError: If there are none.
+    """
+    last, number = time.monotonic(), 0
     for number, batch in enumerate(batches, 1):
         yield batch
         if time.monotonic() - last >= SECONDS_BETWEEN_LOGS:
             LOGGER.info("calibrate: %d batches", number)
             last = time.monotonic()
+    if not number:
+        raise ValueError("batches must have a batch, got none. An iterator is empty after one use.")
+
+
+@contextlib.contextmanager
+def explaining(batch: Any, call: str) -> Iterator[None]:
+    """Notes in errors of a model that it got all parts of a batch as one argument.
+
+    Args:
+      batch: The batch.
+      call: A function, with braces in the place of the argument, that could pass them apart.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(batch, tuple | list | dict):
+            parts = "**batch" if isinstance(batch, dict) else "*batch"
+            error.add_note(
+                f"The model got a batch, a {type(batch).__name__}, as one argument. To pass its "
+                f"parts, use call=lambda {call.format(parts)}."
+            )
+        raise
 
 
 def fit_adapters(
@@ -139,6 +167,8 @@ def fit_adapters(
 ) -> dict[Path, Calibrated]:
     """Returns the calibration of each adapter, and logs how well it fits.
 
+    Fewer tokens than a head has dimensions make a warning.
+
     Args:
       adapters: The map so far and the moments of each adapter, by its path in the model.
       center: See ``simrf_jax.calibrate``.
@@ -149,7 +179,20 @@ def fit_adapters(
     for path, (before, sums) in adapters.items():
         fitted[path] = fit_stack(sums, center=center, balance=balance, tilt=tilt)
         _log_fit("/".join(map(str, path)), before, fitted[path], sums)
+    _warn_of_few_tokens([one for _, sums in adapters.values() for one in sums])
     return fitted
+
+
+def _warn_of_few_tokens(sums: Iterable[Moments]) -> None:
+    """Warns if some head has fewer tokens than dimensions, unless their number is traced."""
+    known = [one for one in sums if not isinstance(one.num_vectors, jax.core.Tracer)]
+    few = [(float(jnp.min(one.num_vectors)), one.mean.shape[-1]) for one in known]
+    if few := [(count, dim) for count, dim in few if count < dim]:
+        warnings.warn(
+            "The features are fitted to covariances of as few as {:g} tokens, fewer than the {} "
+            "dimensions of a head: give more batches.".format(*min(few)),
+            stacklevel=3,
+        )
 
 
 def _log_fit(
@@ -203,10 +246,10 @@ def _check_sums(queries: Moments, keys: Moments) -> None:
         raise ValueError("Queries or keys of the batches are not finite, so nothing can be fitted.")
     if not bool(jnp.all(queries.num_vectors > 0) & jnp.all(keys.num_vectors > 0)):
         raise ValueError(
-            "An adapter has seen no tokens, so nothing can be fitted: give batches, and call the "
-            "whole model. A lifted transformation around the adapter must pass its moments on: "
-            "nn.scan and nn.vmap by calibration_moments in their variable_axes, nnx.scan and "
-            "nnx.vmap by an axis of the layers that is not None."
+            "An adapter has seen no tokens, so nothing can be fitted: call the whole model. A "
+            "lifted transformation around the adapter must pass its moments on: nn.scan and "
+            "nn.vmap by calibration_moments in their variable_axes, nnx.scan and nnx.vmap by an "
+            "axis of the layers that is not None."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax._src import checks
 from simrf_jax._src.attention import Mechanism
-from simrf_jax._src.integrations import flax_attention, flax_drawing, flax_repr
+from simrf_jax._src.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_drawing,
+    flax_repr,
+)
 from simrf_jax._src.integrations.flax_attention import Request
 
 
@@ -197,3 +202,10 @@ class Adapter(nn.Module):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             return key
         return jax.random.wrap_key_data(key)  # From a jax.random.PRNGKey.
+
+
+def apply(model: nn.Module, variables: Mapping[str, Any], batch: Any, **options: Any) -> Any:
+    """Returns ``model.apply`` of the variables and a batch."""
+    call = "model, variables, batch, **options: model.apply(variables, {}, **options)"
+    with flax_calibration.explaining(batch, call):
+        return model.apply(variables, batch, **options)

@@ -14,6 +14,7 @@ from simrf_jax._src.calibration.api import check_options
 from simrf_jax._src.calibration.fit import Balance, Tilt
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.linen.adapter import apply
 
 
 def calibrate(
@@ -21,7 +22,7 @@ def calibrate(
     variables: Mapping[str, Any],
     batches: Iterable[Any],
     *,
-    call: Callable[..., Any] = nn.Module.apply,
+    call: Callable[..., Any] = apply,
     center: bool = True,
     balance: Balance = True,
     tilt: Tilt | None = "log",

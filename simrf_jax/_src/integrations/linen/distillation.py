@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from simrf_jax._src.integrations.linen.adapter import apply
 from simrf_jax._src.integrations.linen.random_features import PARAMETERS
 
 
@@ -17,7 +18,7 @@ def distillation_loss(
     variables: Mapping[str, Any],
     batch: Any,
     *,
-    call: Callable[..., Any] = nn.Module.apply,
+    call: Callable[..., Any] = apply,
 ) -> jax.Array:
     """Returns the loss of the learned features of a model, averaged over its adapters.
 

@@ -8,6 +8,7 @@ from typing import Any
 from flax import linen as nn
 
 from simrf_jax._src.integrations.flax_report import ModelReport, SeenCall, report_of_calls
+from simrf_jax._src.integrations.linen.adapter import apply
 
 
 def attention_report(
@@ -15,7 +16,7 @@ def attention_report(
     variables: Mapping[str, Any],
     batch: Any,
     *,
-    call: Callable[..., Any] = nn.Module.apply,
+    call: Callable[..., Any] = apply,
     relative_error: float = 0.1,
 ) -> ModelReport:
     """Compares the attention of all layers of a model with softmax attention, on a batch.

@@ -122,11 +122,13 @@ def _rows(adapter: RandomFeatureAttention) -> list[nnx.Variable]:
 
 def compiled_call(call: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any]:
     """Returns ``call``, or the call of a model with a batch, compiled by ``nnx.jit``."""
-    return _compiled(_call if call is None else call)
+    return _compiled(call or call_model)
 
 
-def _call(model: Any, batch: Any) -> Any:
-    return model(batch)
+def call_model(model: Any, batch: Any) -> Any:
+    """Returns ``model(batch)``."""
+    with flax_calibration.explaining(batch, "model, batch: model({})"):
+        return model(batch)
 
 
 @functools.lru_cache(maxsize=8)

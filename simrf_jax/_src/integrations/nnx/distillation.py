@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.nnx.calibration import call_model
 from simrf_jax._src.integrations.nnx.observers import DistillationLoss, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 
@@ -81,5 +82,5 @@ def distillation_loss(
         for path, adapter in adapters.items()
     }
     with observing(adapters, losses):
-        _ = model(batch) if call is None else call(model, batch)
+        _ = (call or call_model)(model, batch)
     return jnp.mean(jnp.stack([jnp.mean(get_value(own)) for own in losses.values()]))

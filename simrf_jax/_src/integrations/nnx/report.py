@@ -9,6 +9,7 @@ from flax import nnx
 
 from simrf_jax._src.integrations.flax_report import ModelReport, report_of_calls
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.nnx.calibration import call_model
 from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 
@@ -76,6 +77,6 @@ def attention_report(
         raise ValueError("An adapter has decode=True: report on the model without it.")
     calls = {name: AttentionCalls(()) for name in adapters}
     with observing(adapters, calls):
-        _ = model(batch) if call is None else call(model, batch)
+        _ = (call or call_model)(model, batch)
     seen = [(name, get_value(own)) for name, own in calls.items()]
     return report_of_calls(seen, relative_error)
