@@ -242,8 +242,11 @@ def test_a_wish_that_nothing_reaches_is_reported():
         "2 of 2 layers do not reach the relative error 1e-06 with any option that was tried: "
         "lower, upper"
     )
-    with pytest.warns(UserWarning, match=sentence):
-        report = linearize(model, relative_error=1e-6)
+    with pytest.warns(UserWarning, match=sentence) as warned:
+        report = linearize(model, relative_error=1e-6, num_features=(16,))
+    cost = f"Attention takes {report.operations:.3g} times the operations of exact attention."
+    assert report.operations > 1
+    assert str(warned[0].message).endswith(f"lower, upper. {cost}")
     assert not report.layers["lower"].is_reached
     assert sentence in str(report)
     assert isinstance(model.lower.attention_fn, adapters.RandomFeatureAttention)

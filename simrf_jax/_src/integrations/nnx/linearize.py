@@ -57,14 +57,15 @@ class Linearization:
         titles = ("features", "band", "keys", "fit", "cost", "error", "far", "softmax far")
         lines = [f"{'layer':<{width}}" + _row(titles)]
         lines += [f"{path:<{width}}" + _row(_cells(one)) for path, one in self.layers.items()]
-        lines.append(
-            f"Attention takes {self.operations:.3g} times the operations of exact attention."
-        )
+        lines.append(self._cost())
         lines.append(
             f"Output of the model: relative squared error {self.output_error:.3g}, cosine "
             f"{self.output_cosine:.4f}."
         )
         return "\n".join([*lines, *self._missed()])
+
+    def _cost(self) -> str:
+        return f"Attention takes {self.operations:.3g} times the operations of exact attention."
 
     def _missed(self) -> list[str]:
         """Returns a sentence about the layers that do not reach the requested error, if any."""
@@ -290,7 +291,8 @@ def linearize(
     after = [compiled(model, batch) for batch in held_out]
     report = Linearization(choices, relative_error, operations, *_compare(after, before), swap)
     for sentence in report._missed():
-        warnings.warn(sentence, stacklevel=2)
+        cost = f" {report._cost()}" if operations > 1 else ""
+        warnings.warn(sentence + cost, stacklevel=2)
     return report
 
 
