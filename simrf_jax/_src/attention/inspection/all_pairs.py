@@ -12,7 +12,7 @@ from simrf_jax._src.attention.estimator import Estimator, HeadMaps
 from simrf_jax._src.attention.inputs.call import Call, Inputs
 from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
 from simrf_jax._src.attention.random_features.kept_keys import kept_pairs, key_ranks
-from simrf_jax._src.attention.random_features.state import exp_in_units, largest
+from simrf_jax._src.attention.random_features.state import exp_in_units, largest, or_zero
 from simrf_jax._src.features import LogFeatures
 
 # Above it, no significant term of a sum of feature products underflows.
@@ -39,11 +39,12 @@ class KernelRows(NamedTuple):
             jnp.where(empty, -jnp.inf, part.log_scale)
             for empty, part in zip(is_empty, parts, strict=True)
         ]
-        shift = _or_zero(jnp.maximum(*scales))
+        shift = jnp.maximum(*scales)
         one, another = (
-            part.kernel * jnp.exp(scale - shift) for part, scale in zip(parts, scales, strict=True)
+            exp_in_units(scale, shift, part.kernel)
+            for part, scale in zip(parts, scales, strict=True)
         )
-        return KernelRows(one + another, shift)
+        return KernelRows(one + another, or_zero(shift))
 
     def row_sums(self) -> Float[Array, "*batch N T 1"]:
         """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
@@ -186,11 +187,11 @@ def _feature_products(
         exponent = query.exponent[..., None, :] + keys.exponent
         visible = log_weights > -jnp.inf
         exponent = jnp.where(visible, exponent + log_weights, -jnp.inf)
-        shift = _or_zero(largest(exponent, axis=(-2, -1)))
+        shift = largest(exponent, axis=(-2, -1))
         phi = exp_in_units(exponent, shift, keys.values)
         if query.values is not None:
             phi = phi * query.values[..., None, :]
-        return KernelRows(jnp.sum(phi, axis=-1), shift[..., 0])
+        return KernelRows(jnp.sum(phi, axis=-1), or_zero(shift[..., 0]))
 
     by_query = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (queries, log_weights))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
@@ -205,7 +206,7 @@ def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Arra
     """
     maxima = largest(keys.exponent, axis=1)
     logits = queries.exponent + maxima[:, :, :, None]
-    shift = _or_zero(largest(logits, axis=-1))
+    shift = or_zero(largest(logits, axis=-1))
     products = jnp.einsum(
         "btkgm,bskm->btkgs",
         jnp.exp(logits - shift),
@@ -252,16 +253,12 @@ def _estimated_rows(
 
 def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> KernelRows:
     logits = jnp.where(log_weights > -jnp.inf, _logits(inputs) + log_weights, -jnp.inf)
-    shift = _or_zero(largest(logits, axis=-1))
+    shift = largest(logits, axis=-1)
     poisoned = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
-    return KernelRows(jnp.where(poisoned, jnp.nan, jnp.exp(logits - shift)), shift)
+    kernel = jnp.where(poisoned, jnp.nan, exp_in_units(logits, shift))
+    return KernelRows(kernel, or_zero(shift))
 
 
 def _logits(inputs: Inputs) -> Float[Array, "B T K G S"]:
     highest = jax.lax.Precision.HIGHEST
     return jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
-
-
-def _or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
-    return jnp.where(shift == -jnp.inf, 0, shift)

@@ -217,9 +217,13 @@ def exp_in_units(
     values: Float[Array, " ..."] | None = None,
 ) -> Float[Array, " ..."]:
     """Returns ``values * e^exponent`` in units of e^shift; in units of 1 where that is zero."""
-    # Minus infinity minus itself would be NaN.
-    phi = jnp.exp(exponent - jnp.where(shift == -jnp.inf, 0, shift))
+    phi = jnp.exp(exponent - or_zero(shift))
     return phi if values is None else phi * values
+
+
+def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
+    return jnp.where(shift == -jnp.inf, 0, shift)
 
 
 def weigh(
