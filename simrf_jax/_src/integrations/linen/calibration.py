@@ -50,7 +50,8 @@ def calibrate(
         ``"calibration": 0`` and ``"calibration_moments": 0`` in their ``variable_axes``.
       variables: Variables of the model, with the collection ``calibration``, which ``init``
         creates.
-      batches: Batches of the model's inputs, for example some of the training data.
+      batches: Batches of the model's inputs, for example some of the training data. A warning says
+        if they have fewer tokens than a head has dimensions.
       call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
         collections, by default ``model.apply``. It is compiled by ``jax.jit``, once for each
         function.

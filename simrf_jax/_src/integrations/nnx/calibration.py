@@ -50,7 +50,8 @@ def calibrate(
     Args:
       model: A model that holds adapters. Its mode is not changed: call ``model.eval()`` first if it
         has dropout.
-      batches: Batches of the model's inputs, for example some of the training data.
+      batches: Batches of the model's inputs, for example some of the training data. A warning says
+        if they have fewer tokens than a head has dimensions.
       call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``. It is
         compiled by ``nnx.jit``, once for each function.
       center: True to subtract the means; see ``simrf_jax.calibrate``.
