@@ -27,7 +27,9 @@ class Schedule(NamedTuple):
 
 
 # A loop in one program: a step is too short to be a program of its own.
-@functools.partial(jax.jit, static_argnames=("is_causal", "schedule", "exact_bandwidth"))
+@functools.partial(
+    jax.jit, static_argnames=("is_causal", "schedule", "exact_bandwidth", "exact_keys")
+)
 def learn(
     prng_key: jax.Array,
     start: feature_maps.Learned,
@@ -37,6 +39,7 @@ def learn(
     is_causal: bool,
     schedule: Schedule,
     exact_bandwidth: int | None,
+    exact_keys: int | simrf_jax.ExactKeys | None,
 ) -> feature_maps.Learned:
     """Returns the feature map after distillation of the softmax weights of one layer.
 
@@ -48,6 +51,7 @@ def learn(
       is_causal: True if a query sees no later key.
       schedule: Number of steps, and their size.
       exact_bandwidth: Bandwidth of the exact band beside which the map stands, or None.
+      exact_keys: Exact keys beside which the map stands, or None.
     """
     rate = optax.cosine_decay_schedule(schedule.learning_rate, schedule.num_steps)
     optimizer = optax.adam(rate)
@@ -61,6 +65,7 @@ def learn(
             feature_map=learned,
             is_causal=is_causal,
             exact_bandwidth=exact_bandwidth,
+            exact_keys=exact_keys,
         )
 
     def step(

@@ -45,7 +45,8 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     def compute(name: str, kind: str, length: int, seed: int) -> np.ndarray:
         one = subject(kind, length, seed)
         m = None if name in baselines(config.encoder.bandwidth) else ours.num_features
-        attends = attentions(name, m, jax.random.key(seed), one.fit, config.encoder)
+        options = ConfigDict(config.encoder.to_dict() | {"learned": ours.learned.to_dict()})
+        attends = attentions(name, m, jax.random.key(seed), one.fit, options)
         errors = measure(one, attends)
         return np.concatenate([errors.heads.ravel(), errors.cosines])
 

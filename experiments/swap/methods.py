@@ -157,6 +157,7 @@ class Method:
                     is_causal=layer.is_causal,
                     schedule=schedule,
                     exact_bandwidth=exact_bandwidth,
+                    exact_keys=keys,
                 )
                 return adapter(None, feature_map=learned)
             if isinstance(fitted, Mixture):

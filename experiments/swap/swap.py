@@ -61,7 +61,7 @@ def check(config: ConfigDict) -> None:
     sized = [f"{part}.num_features" for part in ("predicted_heads", "encoder", *TRAINED)]
     tuned = [f"{part}.tuned_steps" for part in TRAINED]
     config_fields.check_ascending(values, ["predicted.lengths", "kinds.lengths", *sized, *tuned])
-    above_zero = [f"{part}.learned.learning_rate" for part in ("encoder", *TRAINED)]
+    above_zero = [f"{part}.learned.learning_rate" for part in ("encoder", "kinds", *TRAINED)]
     above_zero += [f"{part}.tuned_learning_rate" for part in TRAINED]
     numbers = [("predicted.lengths", length) for length in config.predicted.lengths]
     for name, number in (*numbers, *((name, values[name]) for name in above_zero)):

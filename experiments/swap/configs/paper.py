@@ -87,11 +87,12 @@ def get_config() -> ConfigDict:
         "num_features": (32, 64, 128, 256, 512),
         "learned": {"num_steps": 100, "batch_size": 1, "learning_rate": 0.1},
     }
-    config.kinds = {  # The encoder, with the band, keys and learning of the section above.
+    config.kinds = {  # The encoder, with the band and keys of the section above.
         "num_fit_texts": 24,  # Windows that feature maps are fitted on, of all kinds but one.
         "num_test_texts": 8,  # Windows of the kind that is left.
         "lengths": (128, 256, 512),
         "num_features": 128,
+        "learned": {"num_steps": 250, "batch_size": 1, "learning_rate": 0.1},
     }
     config.digits = VISION | {
         "batch_size": 64,

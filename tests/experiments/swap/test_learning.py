@@ -30,7 +30,9 @@ def start(tokens):
     return feature_maps.Learned.start(w, simrf_jax.calibrate(*tokens[:2]))
 
 
-def learned_from(start, tokens, schedule, *, is_causal=False, exact_bandwidth=None):
+def learned_from(
+    start, tokens, schedule, *, is_causal=False, exact_bandwidth=None, exact_keys=None
+):
     """Returns the map after learning from the first 32 sequences."""
     return learn(
         jax.random.key(2),
@@ -40,6 +42,7 @@ def learned_from(start, tokens, schedule, *, is_causal=False, exact_bandwidth=No
         is_causal=is_causal,
         schedule=schedule,
         exact_bandwidth=exact_bandwidth,
+        exact_keys=exact_keys,
     )
 
 
@@ -77,7 +80,9 @@ def test_what_is_learned_holds_on_other_sequences(start, tokens):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
+@pytest.mark.parametrize(
+    "options", [{"is_causal": True}, {"exact_bandwidth": 2}, {"exact_keys": 2}]
+)
 def test_a_map_is_learned_for_the_attention_that_it_serves(options, start, tokens):
     own = learned_from(start, tokens, LONG, **options)
     other = learned_from(start, tokens, LONG)
@@ -114,6 +119,7 @@ def test_rows_are_drawn_and_then_learned(name, tokens):
         is_causal=False,
         schedule=tiny.SCHEDULE,
         exact_bandwidth=None,
+        exact_keys=None,
     )
     learned = attention.learned.feature_map(attention.feature_map.get_value())
     jax.tree.map(np.testing.assert_array_equal, learned, expected)

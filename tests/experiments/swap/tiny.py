@@ -55,6 +55,7 @@ def get_config(**changes):
                 "num_test_texts": 2,
                 "lengths": (6, 8),
                 "num_features": 4,
+                "learned": LEARNED,
             },
             "digits": vision | {"model": MODEL | {"patch_size": 4, "mlp_dim": 8}},
             "fashion_mnist": vision | {"model": MODEL | {"patch_size": 7, "mlp_dim": 8}},
