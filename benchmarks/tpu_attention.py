@@ -136,9 +136,16 @@ def kernel_bundles(projection, feature_map, length, mode, *, is_gradient):
             (keys + queries, (1, keys, 1, queries)),
             (2 * keys + queries, (1, keys, 1, 1, queries, keys)),
         ]
+
+    def with_copies(regions, counts):
+        # XLA may keep the queries in the core's memory. The kernel first copies them tile by tile.
+        return (*[queries] * (len(regions) - len(counts)), *counts)
+
     run = len(grids) if is_gradient else 1
     return programs * sum(
-        schedule.bundles(name, steps=steps, counts=counts)
+        schedule.bundles(
+            name, steps, functools.partial(with_copies, counts=counts) if counts else ()
+        )
         for name, (steps, counts) in zip(names[:run], grids[:run], strict=True)
     )
 

@@ -21,11 +21,9 @@ from simrf_jax._src.attention.pallas_tpu.heads import (
     Refs,
     Shape,
     all_true,
-    back_rows,
     divide,
     interleave,
-    keep_parts,
-    parts_scratch,
+    of_head,
     poison_denominator,
     query_features,
     query_products,
@@ -72,7 +70,7 @@ def backward(shape: Shape, operands: Refs, of_outputs: jax.Array) -> Gradients:
                 grid.of_keys(shape.value_dim, is_gradient=True),
             ),
             grid=grid.sizes,
-            scratch_shapes=_scratch(shape, operands) if shape.is_tiled else (),
+            scratch_shapes=_scratch(shape) if shape.is_tiled else (),
             name="random_feature_attention_gradient",
             **cost(shape, operands, passes=3),
         )
@@ -86,9 +84,9 @@ class Sums(NamedTuple):
     gradient: Any
 
 
-def _scratch(shape: Shape, operands: Refs) -> tuple[Any, ...]:
+def _scratch(shape: Shape) -> tuple[Any, ...]:
     gradient = pltpu.VMEM((shape.num_heads, shape.columns, shape.num_features), jnp.float32)
-    return (*state_scratch(shape), gradient, *parts_scratch(shape, operands))
+    return (*state_scratch(shape), gradient)
 
 
 def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
@@ -97,9 +95,8 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     if not shape.is_tiled:
         interleave(_of_head(shape, operands, of_outputs, out), shape.heads_at_once)
         return
-    *state, gradient, query_parts, key_parts = refs[tree.num_leaves + 3 :]
+    *state, gradient = refs[tree.num_leaves + 3 :]
     sums, step = Sums(State(*state), gradient), pl.program_id(2)
-    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     sum_keys(shape, operands, sums.state, step)
     of_keys = step - shape.key_tiles - shape.query_tiles
 
@@ -232,8 +229,7 @@ def of_queries(shape: Shape, refs: Refs, of_logits: jax.Array, of_key: Any) -> j
       of_logits: Gradient of the exponents of their features, ``[m, tile]``.
       of_key: Number of the key head.
     """
-    of_products = shape.of_products(of_logits).astype(shape.dtype)
-    return shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_products, 1, 0)
+    return shape.project_back(of_head(refs.query_rows, of_key), shape.of_products(of_logits))
 
 
 def of_tokens(
@@ -256,10 +252,9 @@ def of_tokens(
     of_products = shape.of_products(of_logits)
     if shape.is_stretched:
         of_products = jnp.concatenate([-squared * of_scale, of_products], axis=0)
-    rows = back_rows(shape, refs, head, of_keys=True)
-    of_key = shape.dot(rows, of_products.astype(shape.dtype), 1, 0)
+    of_key = shape.project_back(of_head(refs.key_rows, head), of_products)
     if not shape.is_stretched:
-        factor = 2 * LN2 * refs.factors[0, 2]
+        factor = 2 * LN2 * refs.factor[0, 0]
         of_key -= factor * of_scale * squared.astype(jnp.float32)
     return of_key
 

@@ -200,7 +200,7 @@ class Grid:
             key_rows=self.of_rows(arrays.key_rows),
             offsets=None if arrays.offsets is None else self.of_rows(arrays.offsets),
             center=None if arrays.center is None else self.of_rows(arrays.center),
-            factors=pl.BlockSpec(memory_space=pltpu.SMEM),
+            factor=pl.BlockSpec(memory_space=pltpu.SMEM),
             log_weights=log_weights,
             segments=None if arrays.segments is None else self._of_segments(),
         )

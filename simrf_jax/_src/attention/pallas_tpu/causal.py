@@ -27,8 +27,6 @@ from simrf_jax._src.attention.pallas_tpu.heads import (
     Shape,
     divide,
     interleave,
-    keep_parts,
-    parts_scratch,
     query_products,
     with_offsets,
 )
@@ -81,7 +79,7 @@ def _call(shape: Shape, operands: Refs, gives_sums: bool) -> Any:
         ],
         [grid.of_queries(width) for width, _ in sizes],
         grid=grid.sizes,
-        scratch_shapes=(*tile_scratch(shape, operands), *parts_scratch(shape, operands)),
+        scratch_shapes=tile_scratch(shape, operands),
         name=name_of(shape, gives_sums=gives_sums),
         **cost(shape, operands),
     )
@@ -97,8 +95,7 @@ def _kernel(shape: Shape, tree: Any, tile_of: Any, gives_sums: bool, *refs: Any)
     operands, refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
     out, refs = refs[: 1 + gives_sums], refs[1 + gives_sums :]
     step = pl.program_id(2)
-    tile, parts = Tile.of(shape, operands, list(refs))
-    operands = keep_parts(shape, operands, parts, step)
+    tile, _ = Tile.of(shape, operands, list(refs))
     begin(tile, step)
     is_rare = load(shape, operands, tile, tile_of(step))
     write = _write_sums if gives_sums else _write_outputs

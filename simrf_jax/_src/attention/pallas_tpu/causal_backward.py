@@ -36,9 +36,7 @@ from simrf_jax._src.attention.pallas_tpu.heads import (
     Links,
     Refs,
     Shape,
-    back_rows,
-    keep_parts,
-    parts_scratch,
+    of_head,
     query_products,
 )
 from simrf_jax._src.attention.pallas_tpu.sums import Sums
@@ -110,7 +108,7 @@ def _queries(
             grid.of_maxima(),
         ),
         grid=grid.sizes,
-        scratch_shapes=(*tile_scratch(shape, operands), *parts_scratch(shape, operands)),
+        scratch_shapes=tile_scratch(shape, operands),
         name=f"{name_of(shape, gives_sums=isinstance(of_outputs, Sums))}_query_gradient",
         **cost(shape, operands, passes=2),
     )
@@ -121,8 +119,7 @@ def _query_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     of_query, *passed = refs[tree.num_leaves : tree.num_leaves + 3]
     step = pl.program_id(2)
-    tile, parts = Tile.of(shape, operands, list(refs[tree.num_leaves + 3 :]))
-    operands = keep_parts(shape, operands, parts, step)
+    tile, _ = Tile.of(shape, operands, list(refs[tree.num_leaves + 3 :]))
     begin(tile, step)
     number = tile_of(step)
     is_rare = load(shape, operands, tile, number)
@@ -179,9 +176,9 @@ def _of_queries(
         pass_on(shape, tile, of_key, found.state, more, is_rare=is_rare)
     yield
     of_logits = found.weights.of_queries(shape, of_psi, of_pairs)
-    of_products = shape.of_products(jnp.where(fine, of_logits, 0)).astype(shape.dtype)
+    of_products = shape.of_products(jnp.where(fine, of_logits, 0))
     yield
-    gradient = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_products, 1, 0)
+    gradient = shape.project_back(of_head(refs.query_rows, of_key), of_products)
     of_query[0, number] = gradient.astype(of_query.dtype)
 
 
@@ -241,7 +238,7 @@ def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.
         tuple(result(x.shape, x.dtype, both) for x in (operands.key, operands.value)),
         (grid.of_keys(shape.dim), grid.of_keys(shape.value_dim)),
         grid=grid.sizes,
-        scratch_shapes=(*tile_scratch(shape, operands), *later, *parts_scratch(shape, operands)),
+        scratch_shapes=(*tile_scratch(shape, operands), *later),
         name=f"{name}_key_gradient",
         **cost(shape, operands, passes=2),
     )
@@ -251,11 +248,8 @@ def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.
 def _key_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, passed = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(None, *refs[tree.num_leaves : tree.num_leaves + 2])
-    tile, (*scratch, query_parts, key_parts) = Tile.of(
-        shape, operands, list(refs[tree.num_leaves + 2 :])
-    )
+    tile, scratch = Tile.of(shape, operands, list(refs[tree.num_leaves + 2 :]))
     later, step = Later(*scratch), pl.program_id(2)
-    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     number = tile_of(step)
 
     @pl.when(step == 0)

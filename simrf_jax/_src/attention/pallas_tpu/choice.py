@@ -56,11 +56,9 @@ class Program(NamedTuple):
         lanes = -(-self.width // LANES) * LANES
         # Blocks of seven arrays of tokens, each twice, because the next ones are prefetched.
         tokens = 14 * self.groups * self.width * tile * self.itemsize
-        # Rows of queries and of keys, twice as well, and their parts.
-        rows = sum(
-            8 * self.width * (-(-rows // LANES) * LANES) + 2 * rows * lanes * self.itemsize
-            for rows in self.num_rows
-        )
+        # Two parts of the rows of queries and of keys, twice as well.
+        parts = -(-2 * self.width // LANES) * LANES
+        rows = 2 * sum(self.num_rows) * parts * self.itemsize
         # The state, its gradient, and the maxima and offsets, whose columns are padded.
         kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
         if self.is_causal:  # Exponents and units of a tile, and the units of all tiles.

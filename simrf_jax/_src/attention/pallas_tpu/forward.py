@@ -19,8 +19,6 @@ from simrf_jax._src.attention.pallas_tpu.heads import (
     Shape,
     divide,
     interleave,
-    keep_parts,
-    parts_scratch,
     poison_denominator,
     query_features,
     query_products,
@@ -38,7 +36,6 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
     """
     batch, num_heads, *_ = operands.query.shape
     grid = Grid.keys_first(shape, operands, is_gradient=False)
-    scratch = (*state_scratch(shape), *parts_scratch(shape, operands))
     return call(
         functools.partial(_kernel, shape, jax.tree.structure(operands)),
         shape,
@@ -47,7 +44,7 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
         result((batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands),
         grid.of_queries(shape.value_dim),
         grid=grid.sizes,
-        scratch_shapes=scratch if shape.is_tiled else (),
+        scratch_shapes=state_scratch(shape) if shape.is_tiled else (),
         name="random_feature_attention",
         **cost(shape, operands),
     )
@@ -59,9 +56,7 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     if not shape.is_tiled:
         interleave(attend(shape, operands, out), shape.heads_at_once)
         return
-    (*state_refs, query_parts, key_parts), step = refs[tree.num_leaves + 1 :], pl.program_id(2)
-    state = State(*state_refs)
-    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
+    state, step = State(*refs[tree.num_leaves + 1 :]), pl.program_id(2)
     sum_keys(shape, operands, state, step)
 
     @pl.when(step >= shape.key_tiles)

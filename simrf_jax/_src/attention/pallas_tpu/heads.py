@@ -39,8 +39,8 @@ LARGEST_VALUE = float(jnp.finfo(jnp.float32).max) / 2**24
 LN2 = math.log(2)
 # Rows of a tile of bfloat16; blocks of rows must begin at a multiple of this.
 TILE = 16
-# Up to this tile length, links are so short that two heads begin together, or four with paired
-# rows, whose products are shorter still. With several tiles, two heads begin together up to
+# Up to this tile length, links are so short that three heads begin together, or two with paired
+# rows, which are in registers twice. With several tiles, two heads begin together up to
 # ``LONG_TILE``.
 SHORT_TILE = 256
 LONG_TILE = 512
@@ -126,7 +126,7 @@ class Shape:
     def heads_at_once(self) -> int:
         """Number of heads that begin together."""
         if self.key_tile <= SHORT_TILE:
-            return 4 if self.is_paired else 2
+            return 2 if self.is_paired else 3
         return 2 if self.is_tiled and self.key_tile <= LONG_TILE else 1
 
     @property
@@ -163,29 +163,13 @@ class Shape:
             preferred_element_type=jnp.float32,
         )
 
-    def split(self, rows: jax.Array, factor: jax.Array) -> jax.Array:
-        """Returns rows in ``dtype``, for bfloat16 as two parts side by side.
-
-        The products of a bfloat16 number with both parts, added in float32, keep 16 bits of the
-        row.
-
-        Args:
-          rows: ``[H, m]`` in float32, transposed.
-          factor: Number by which they are multiplied.
-
-        Returns:
-          ``[m, passes * H]``.
-        """
-        rows = rows * factor
-        if self.passes == 1:
-            return rows.T.astype(self.dtype)
-        high = rows.astype(self.dtype)
-        low = (rows - high.astype(jnp.float32)).astype(self.dtype)
-        return jnp.concatenate([high, low], axis=0).T
-
     def project(self, rows: jax.Array, x: jax.Array) -> jax.Array:
         """Multiplies rows, whose parts are side by side, by tokens ``[H, length]``."""
         return self.dot(rows, jnp.concatenate([x] * self.passes, axis=0), 1, 0)
+
+    def project_back(self, rows: jax.Array, of_products: jax.Array) -> jax.Array:
+        """Returns the gradient of tokens, given that of products of base 2, ``[rows, length]``."""
+        return LN2 * self.dot(rows[:, : self.dim], of_products.astype(self.dtype), 0, 0)
 
     def exponents(self, products: jax.Array, plus: jax.Array) -> jax.Array:
         """Returns the exponents of all features, ``[m, length]``.
@@ -215,19 +199,16 @@ class Refs(NamedTuple):
       query: ``[1, heads, H, tile]``.
       key: ``[1, key heads, H, tile]``.
       value: ``[1, key heads, D, tile]``.
-      query_rows: W of queries, transposed, ``[1 or key heads, H, rows]``, in float32.
-      key_rows: Rows for keys, in the same layout, ``[1 or key heads, H, ...]``: if the map has a
-        stretch, its H rows; then W.
+      query_rows: W of queries in units of the exponents, ``[1 or key heads, rows, passes * H]``,
+        its parts side by side.
+      key_rows: Rows for keys, in the same layout: if the map has a stretch, its H rows; then W.
       offsets: Exponents of the features, ``[1 or key heads, m, 1]``, twice as many as rows if these
         are paired; or None.
       center: Mean that is subtracted from stretched keys, ``[1 or key heads, H, 1]``, or None.
-      factors: ``[1, 3]``: factors of the rows of queries, of the rows of keys, and of the squared
-        norms of keys without a stretch.
+      factor: Factor of the squared norms of keys without a stretch, ``[1, 1]``; twice, ``[1, 2]``,
+        if rows are paired.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
       segments: ``[1, 1, SEGMENT_ROWS, tile]``, the rows of ``segments.Segments``, or None.
-      query_parts: ``[1 or key heads, rows, passes * H]``, the rows as ``split`` returns them, where
-        they are kept from step to step; None where they are not.
-      key_parts: The same of keys.
     """
 
     query: Any
@@ -237,53 +218,14 @@ class Refs(NamedTuple):
     key_rows: Any
     offsets: Any
     center: Any
-    factors: Any
+    factor: Any
     log_weights: Any
     segments: Any = None
-    query_parts: Any = None
-    key_parts: Any = None
 
 
 def of_head(ref: Any, head: Any) -> jax.Array:
     """Returns the part of a head; if there is one part, it is for all heads."""
     return ref[head if ref.shape[0] > 1 else 0]
-
-
-def _parts(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
-    """Returns the rows of a head as ``split`` does."""
-    kept = refs.key_parts if of_keys else refs.query_parts
-    if kept is not None:
-        return of_head(kept, head)
-    rows = refs.key_rows if of_keys else refs.query_rows
-    return shape.split(of_head(rows, head), refs.factors[0, int(of_keys)])
-
-
-def back_rows(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
-    """Returns transposed rows, ``[H, rows]``, for gradients of exponents, which are of base 2."""
-    rows = of_head(refs.key_rows if of_keys else refs.query_rows, head)
-    return (rows * (LN2 * refs.factors[0, int(of_keys)])).astype(shape.dtype)
-
-
-def parts_scratch(shape: Shape, refs: Refs) -> list[Any]:
-    """Returns the memory for ``keep_parts``."""
-    width = shape.passes * shape.dim
-    return [
-        pltpu.VMEM((min(rows.shape[0], shape.num_heads), rows.shape[2], width), shape.dtype)
-        for rows in (refs.query_rows, refs.key_rows)
-    ]
-
-
-def keep_parts(shape: Shape, refs: Refs, scratch: Any, step: jax.Array) -> Refs:
-    """Splits all rows in the first step, and returns the operands with the parts that are kept."""
-    query_parts, key_parts = scratch
-
-    @pl.when(step == 0)
-    def _() -> None:
-        for of_keys, kept in enumerate(scratch):
-            for number in range(kept.shape[0]):
-                kept[number] = _parts(shape, refs, number, of_keys=bool(of_keys))
-
-    return refs._replace(query_parts=query_parts, key_parts=key_parts)
 
 
 class Keys(NamedTuple):
@@ -333,14 +275,14 @@ def take_keys(
         visible &= finite
     if is_causal or refs.log_weights is not None or shape.num_keys % shape.key_tile:
         key, value = keep(key, visible), keep(value, visible)
-    products = shape.project(_parts(shape, refs, head, of_keys=True), key)
+    products = shape.project(of_head(refs.key_rows, head), key)
     stretched = None
     if shape.is_stretched:
         stretched = products[: shape.dim] - of_head(refs.center, head)
         scale = -0.5 * jnp.sum(jnp.square(stretched), axis=0, keepdims=True)
     else:
         wide = key.astype(jnp.float32)
-        scale = -refs.factors[0, 2] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
+        scale = -refs.factor[0, 0] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
     scale = jnp.where(scale < LEAST, LEAST, scale)  # Keeps NaN.
     if log_weights is not None:
         scale += log_weights
@@ -422,7 +364,7 @@ def query_products(
       head: Number of the query head.
       visible: ``[1, tile]``, False at queries that are replaced by zeros; None for all.
     """
-    rows, query = _parts(shape, refs, of_key, of_keys=False), refs.query[0, head]
+    rows, query = of_head(refs.query_rows, of_key), refs.query[0, head]
     return shape.project(rows, query if visible is None else keep(query, visible))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,17 +71,16 @@ def lay_out(
         forms = [repeated(form, groups) for form in forms]
     of_queries, of_keys = forms
     root, sign = root_and_sign(call)
-    factors = [root * sign * LOG2E, root * LOG2E, 0.5 * LOG2E * jnp.square(root)]
-    dim = _multiple(dim, TILE)
+    dim, dtype = _multiple(dim, TILE), call.query.dtype
     return Refs(
         query=_tokens(call.query),
         key=_tokens(key),
         value=_tokens(value),
-        query_rows=_padded(of_queries.rows, dim).mT,
-        key_rows=_key_rows(of_keys).mT,
+        query_rows=_in_parts(_padded(of_queries.rows, dim) * (root * sign * LOG2E), dtype),
+        key_rows=_in_parts(_key_rows(of_keys) * (root * LOG2E), dtype),
         offsets=_offsets(forms),
         center=_center(of_keys),
-        factors=jnp.stack(factors)[None],
+        factor=jnp.full((1, 2 if of_queries.is_paired else 1), 0.5 * LOG2E * jnp.square(root)),
         log_weights=None if log_weights is None else _hidden(log_weights)[:, :, None],
         segments=None if start is None else _segment_rows(call, start, is_reversed),
     )
@@ -246,8 +246,8 @@ def shape_of(
     _, num_heads, dim, num_queries = refs.query.shape
     _, num_key_heads, value_dim, num_keys = refs.value.shape
     groups, itemsize = num_heads // num_key_heads, refs.query.dtype.itemsize
-    num_rows, num_key_rows = refs.query_rows.shape[2], refs.key_rows.shape[2]
-    num_features = num_rows if refs.offsets is None else refs.offsets.shape[1]
+    num_rows, num_key_rows = refs.query_rows.shape[1], refs.key_rows.shape[1]
+    num_features = num_rows * refs.factor.shape[1]
 
     def program(num_heads: int) -> Program:
         rows = (num_rows, num_key_rows)
@@ -275,7 +275,7 @@ def shape_of(
         num_keys=num_keys,
         query_tile=LANES if is_causal else _tile(num_queries, most),
         key_tile=LANES if is_causal else _tile(num_keys, most),
-        passes=2 if refs.query.dtype == jnp.bfloat16 else 1,
+        passes=refs.query_rows.shape[2] // dim,
         is_stretched=num_key_rows > num_rows,
         dtype=refs.query.dtype,
         interpret=interpret,
@@ -307,6 +307,18 @@ def _padded(x: Shaped[Array, "*shape width"], width: int) -> Shaped[Array, "*sha
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
+def _in_parts(rows: Float[Array, "*K rows H"], dtype: Any) -> Float[Array, "*K rows width"]:
+    """Returns rows in a dtype, for bfloat16 as two parts side by side.
+
+    The products of a bfloat16 number with both parts, added in float32, keep 16 bits of the row.
+    """
+    if dtype != jnp.bfloat16:
+        return rows.astype(dtype)
+    # Rounded by an operation of its own, because XLA would leave out a conversion and its inverse.
+    high = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
+    return jnp.concatenate([high, rows - high], axis=-1).astype(dtype)
+
+
 def _key_rows(form: ExponentialForm) -> Float[Array, "*K rows H"]:
     """Returns the stretch stacked on W."""
     dim = _multiple(form.rows.shape[-1], TILE)
@@ -330,12 +342,9 @@ def _center(form: ExponentialForm) -> Float[Array, "*K H 1"] | None:
 
 
 def _offsets(forms: list[ExponentialForm]) -> Float[Array, "*K m 1"] | None:
-    """Returns the sum of the offsets of queries and keys; zeros if only pairs need them."""
+    """Returns the sum of the offsets of queries and keys; None without any."""
     given = [form.offsets for form in forms if form.offsets is not None]
-    if given:
-        return functools.reduce(jnp.add, given)[..., None] * LOG2E
-    form = forms[0]
-    return jnp.zeros((1, form.num_features, 1), form.rows.dtype) if form.is_paired else None
+    return functools.reduce(jnp.add, given)[..., None] * LOG2E if given else None
 
 
 def _hidden(log_weights: Float[Array, "B rows S"]) -> Float[Array, "B rows S"]:
