@@ -30,10 +30,9 @@ from simrf_jax._src.projections import ProjectionLike
 
 # Larger components of a query count as not finite, because their squares are not.
 LARGEST_QUERY = 1e18
-# Lengths up to the first number form one tile, and longer ones are cut into tiles of the second;
-# both are smaller where a program would not fit into the memory of a core.
+# Longer sequences are cut into equal tiles. Tiles are shorter where a program would not fit into
+# the memory of a core.
 LONGEST_TILE = 1024
-TILE_OF_MANY = 512
 # Paired rows must fill whole registers, so that appending their negatives moves no data.
 SUBLANES = 8
 # Query heads of one program: enough to overlap, few enough to keep the program short.
@@ -286,9 +285,9 @@ def shape_of(
 
 def _tile(length: int, most: int) -> int:
     """Returns the tile for a length, a multiple of ``LANES``, if possible of at most ``most``."""
-    if length <= min(LONGEST_TILE, most):
-        return _multiple(length, LANES)
-    return max(min(TILE_OF_MANY, most // LANES * LANES), LANES)
+    most = max(min(LONGEST_TILE, most) // LANES, 1) * LANES
+    tiles = max(-(-length // most), 1)
+    return _multiple(-(-length // tiles), LANES)
 
 
 def _multiple(size: int, of: int) -> int:
