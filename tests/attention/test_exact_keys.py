@@ -18,6 +18,7 @@ from tests import formulas
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
 from tests.standard_errors import assert_mean
+from tests.tiers import slow_but
 
 LENGTH, COUNT = 30, 4
 GROUPED = {"heads": 4, "key_heads": 2}
@@ -86,7 +87,7 @@ def test_visible_keys_come_before_hidden_ones_however_small(scale):
     assert relative_error(out, expected) < 1e-4
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
+@pytest.mark.parametrize("dtype", slow_but([np.int8], [np.int8, np.uint8, np.int64]))
 def test_positions_of_any_integer_type(dtype):
     q, k, v = inputs(300, heads=1)
     out = random_feature_attention(q, k, v, projection(), exact_keys=np.array([7, 7], dtype))

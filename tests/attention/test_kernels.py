@@ -1,4 +1,4 @@
-"""Each fused kernel, interpreted, in one program: XLA's numbers, and nothing that is not seen.
+"""Each fused kernel, interpreted, in one program: the estimator, and nothing that is not seen.
 
 ``test_pallas_tpu*.py`` have all options, maps, lengths and types, most of them with the slow tests.
 """
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import random_feature_attention
+from simrf_jax import attention_matrix, random_feature_attention
 from simrf_jax._src.attention.pallas_tpu import operands, weights
 from tests.attention.inputs import inputs, map_and_rows
 from tests.attention.test_pallas_tpu import assert_close
@@ -60,7 +60,7 @@ def case(request):
         for place, name, value in request.param.settings:
             patch.setattr(place, name, value)
         yield request.param
-    program.cache_clear()
+    programs.cache_clear()
 
 
 def tokens_of(case):
@@ -72,43 +72,41 @@ def tokens_of(case):
 
 
 @functools.cache
-def program(name, implementation):
+def programs(name):
+    """Returns attention by the kernels, and by the matrix of all weights, with gradients."""
     case = CASES[name]
     feature_map, w = map_and_rows(case.kind, *tokens_of(case)[:2], heads=1)
+    options = {"scale": 0.3, "feature_map": feature_map, **case.options}
 
-    @jax.jit
-    def call(counts, q, k, v, bias):
-        def attend(q, k, v):
-            return random_feature_attention(
-                q,
-                k,
-                v,
-                w,
-                bias=bias,
-                scale=0.3,
-                feature_map=feature_map,
-                implementation=implementation,
-                **case.options,
-            )
+    def kernels(q, k, v, bias):
+        return random_feature_attention(
+            q, k, v, w, bias=bias, implementation="pallas_tpu", **options
+        )
 
-        out, pull_back = jax.vjp(attend, q, k, v)
+    def matrix(q, k, v, bias):
+        return jnp.einsum(
+            "bnts,bsd->btnd", attention_matrix(q, k, w, bias=bias, **options), v[..., 0, :]
+        )
+
+    def with_gradients(attend, counts, q, k, v, bias):
+        out, pull_back = jax.vjp(lambda *tokens: attend(*tokens, bias), q, k, v)
         waves = jnp.sin(jnp.arange(out.size)).reshape(out.shape)
         return out, pull_back(jnp.where(counts, waves, 0))
 
-    return call
+    return [jax.jit(functools.partial(with_gradients, attend)) for attend in (kernels, matrix)]
 
 
-def run(case, q, k, v, bias, counts=True, implementation="pallas_tpu"):
+def run(case, q, k, v, bias, counts=True, *, by_matrix=False):
     [name] = [name for name, one in CASES.items() if one is case]
     counts = np.broadcast_to(counts, q.shape)
-    return program(name, implementation)(counts, q, k, v, bias)
+    return programs(name)[by_matrix](counts, q, k, v, bias)
 
 
-def test_the_output_and_the_gradients_of_xla(case):
+def test_the_output_and_the_gradients_of_all_weights(case):
     tokens = tokens_of(case)
     for size in (1, 6):
         scaled = (size * tokens[0], *tokens[1:])
-        got, want = run(case, *scaled), run(case, *scaled, implementation="xla")
+        got, want = run(case, *scaled), run(case, *scaled, by_matrix=True)
         jax.tree.map(functools.partial(assert_close, tolerance=1e-5), got, want)
 
 

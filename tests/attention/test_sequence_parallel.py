@@ -43,7 +43,7 @@ def visible(options):
     return seen
 
 
-@pytest.mark.parametrize("mode", ["causal", "packed"])
+@pytest.mark.parametrize("mode", slow_but(["packed"], ["causal", "packed"]))
 def test_float32_stays_float32_where_float64_is_the_default(mode):
     with enable_x64(True):
         x = tuple(jnp.asarray(one, jnp.float32) for one in inputs(LENGTH))

@@ -73,6 +73,7 @@ def test_is_unbiased_and_has_the_second_moment_of_theory(options):
     assert_mean(np.square(ratios - 1), variance)
 
 
+@pytest.mark.slow
 def test_without_centering_the_options_are_known_methods():
     query, key = tokens()
     x, y = scaled(query, key)

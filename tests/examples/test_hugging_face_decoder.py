@@ -127,6 +127,7 @@ def test_it_computes_what_transformers_does(tmp_path, numpy_files, model_type, i
     np.testing.assert_allclose(loaded(jnp.asarray(tokens)), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_shape_is_that_of_the_published_config(tmp_path):
     published = {theirs: getattr(make()[0], ours) for ours, theirs in hd.CONFIG_NAMES.items()}
     path = tmp_path / "config.json"

@@ -16,6 +16,7 @@ from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 from tests.features.vectors import KERNELS
 from tests.standard_errors import assert_less, assert_mean
+from tests.tiers import slow_but
 from tests.two_rows import mean_product
 from tests.versions import enable_x64
 
@@ -255,7 +256,7 @@ def test_refuses_rows_of_fixed_norms(name):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("norms", ["shared", "antithetic"])
+@pytest.mark.parametrize("norms", slow_but(["antithetic"], ["shared", "antithetic"]))
 def test_takes_rows_whose_norms_are_coupled(norms):
     w = simrf_jax.draw_projection(jax.random.key(0), 9, 8, norms=norms)
     chex.assert_tree_all_finite(features(jnp.ones(8), w, -0.1))

@@ -160,6 +160,7 @@ def test_queries_and_keys_are_fitted_as_calibrate_does():
     chex.assert_trees_all_close(fitted, expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_cheapest_option_that_reaches_the_error_is_chosen():
     options = {"num_features": (4, 32), "exact_keys": (None, 2)}
     errors = {}
@@ -181,6 +182,7 @@ def test_the_cheapest_option_that_reaches_the_error_is_chosen():
     assert (choice.num_features, choice.exact_keys) == (32, 2)
 
 
+@pytest.mark.slow
 def test_causal_calls_are_ranked_once_for_all_options(monkeypatch):
     scored = []
     ranks = layer_choice._ranks
@@ -236,6 +238,7 @@ def test_the_layer_that_gains_most_for_an_operation_comes_first():
     assert errors(np.inf) == (0.3, 0.1)
 
 
+@pytest.mark.slow
 def test_a_wish_that_nothing_reaches_is_reported():
     model = Model()
     sentence = (
@@ -252,6 +255,7 @@ def test_a_wish_that_nothing_reaches_is_reported():
     assert isinstance(model.lower.attention_fn, adapters.RandomFeatureAttention)
 
 
+@pytest.mark.slow
 def test_learned_features_come_nearer_than_calibrated_ones():
     few = {"where": lambda path, layer: path == "lower", "relative_error": 1e-9}
     few |= {"held_out": batches()}  # Twelve tokens are too few to learn from for others.

@@ -134,6 +134,7 @@ class Reversed(nnx.Module):
         return self.attend(query[..., ::-1], 2 * key, value, **keywords)
 
 
+@pytest.mark.slow
 def test_what_wraps_attention_wraps_the_adapter(x):
     model = Model(attention_fn=Reversed(nnx.dot_product_attention))
     before = call(model, x)

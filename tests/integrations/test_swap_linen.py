@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax.core import FrozenDict, freeze
 
 from simrf_jax.integrations import linen as adapters
+from tests.tiers import slow_but
 
 WIDTH, HEADS, LENGTH = 16, 4, 9
 
@@ -66,7 +67,7 @@ def test_every_layer_gets_a_projection_of_its_own(x, params):
     assert model.module == model_with()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", slow_but([True], [False, True]))
 def test_a_band_of_all_tokens_leaves_the_model_as_it_is(x, params, is_causal):
     mask = nn.make_causal_mask(x[..., 0]) if is_causal else None
     model = adapters.swap_attention(model_with(), 12, exact_bandwidth=LENGTH, is_causal=is_causal)

@@ -14,6 +14,7 @@ from tests import conformance
 from tests.attention.reference import relative_error
 from tests.projections.matrices import dense, dense_stack
 from tests.standard_errors import assert_mean
+from tests.tiers import slow_but
 from tests.versions import enable_x64
 
 maps_and_kernels = pytest.mark.parametrize(("name", "kernel"), conformance.MAPS_AND_KERNELS)
@@ -145,7 +146,9 @@ def test_donated_arrays_are_reused_and_the_copy_is_not():
 
 
 @maps_and_kernels
-@pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
+@pytest.mark.parametrize(
+    "coupling", slow_but(["simplex"], ["orthogonal", "simplex", "cross_polytope"])
+)
 def test_features_are_those_of_the_matrix(name, kernel, coupling):
     projection = draw_fast_projection(jax.random.key(0), 10, 6, coupling=coupling)
     w = jnp.asarray(dense(projection), jnp.float32)

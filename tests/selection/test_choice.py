@@ -197,6 +197,7 @@ def test_calibrated_features_are_chosen_where_only_they_reach_the_error(relative
     assert not without.reached
 
 
+@pytest.mark.slow
 def test_large_errors_of_other_maps_are_measured_too():
     # Their closed forms are far too high for long vectors, which one feature serves well enough.
     query, key, value = inputs(2.0)
