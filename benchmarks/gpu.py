@@ -166,7 +166,7 @@ def _bytes_of_fusion(computation):
 
     def read(parameter):
         uses = {(user.operation, place) for user, place in users[parameter.name]}
-        if uses == {("dynamic-slice", 0)}:
+        if uses <= {("dynamic-slice", 0), ("slice", 0)}:
             return sum(_bytes(user.type) for user, _ in users[parameter.name])
         return 0 if uses == {("dynamic-update-slice", 0)} else _bytes(parameter.type)
 

@@ -28,8 +28,10 @@ HloModule jit_f, is_scheduled=true
   %start = s32[] constant(3)
   %whole = bf16[1024,64]{1,0} bitcast(%p.4)
   %taken = bf16[16,64]{1,0} dynamic-slice(%whole, %start, %start), dynamic_slice_sizes={16,64}
+  %first16 = bf16[16,64]{1,0} slice(%whole), slice={[0:16], [0:64]}
+  %sum.16 = bf16[16,64]{1,0} add(%taken, %first16)
   %two = f32[2]{0} constant({1, 2})
-  ROOT %both = (f32[2]{0}, bf16[16,64]{1,0}) tuple(%two, %taken)
+  ROOT %both = (f32[2]{0}, bf16[16,64]{1,0}) tuple(%two, %sum.16)
 }
 
 %body (p.5: (f32[8,64], f32[1,64])) -> (f32[8,64], f32[1,64]) {
@@ -66,10 +68,10 @@ ENTRY %main (x: bf16[1024,64], y: (f32[8,64], f32[1,64])) -> f32[2] {
 
 def test_launches_and_bytes():
     cost = gpu.cost_of(PROGRAM)
-    # Five updates of a row, which they also read; 16 rows that are read and written; the smaller
-    # branch; and the kernel.
+    # Five updates of a row, which they also read; twice 16 rows that are read, and their sum,
+    # which is written; the smaller branch; and the kernel.
     assert cost.launches == 5 + 1 + 1 + 1
-    assert cost.bytes == 5 * 2 * 4 * 64 + (2 * 2 * 16 * 64 + 8) + 2 * 8 + 2 * 8
+    assert cost.bytes == 5 * 2 * 4 * 64 + (3 * 2 * 16 * 64 + 8) + 2 * 8 + 2 * 8
 
 
 def test_what_ptxas_says(tmp_path):

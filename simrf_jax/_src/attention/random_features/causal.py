@@ -508,15 +508,19 @@ def _read_in_units(
       chunk: Queries and keys.
       visibility: The keys that the queries see.
     """
-    value, state = chunk.value, carry.state
+    state, narrow = carry.state, chunk.value.dtype
     features, shift = weigh(queries, keys.units.of_queries[:, :, :, None])
-    weights = contract("bqkgm,bskm->bkgqs", features, keys.features.astype(value.dtype))
-    weights = jnp.where(visibility.pairs(value.shape[1])[:, None, None], weights, 0)
-    carried = visibility.carried[..., None, None, None]
-    of_state = jnp.where(carried, features, 0)
-    # With this order of axes the product needs no transposed copy of the features.
-    earlier = contract("btkgm,bkmd->bktgd", of_state, state.sums.astype(value.dtype))
-    sums = contract("bkgqs,bskd->bqkgd", weights, value) + jnp.moveaxis(earlier, 2, 1)
+    # Heads come before the length, because XLA on a GPU would transpose all features otherwise.
+    features = jnp.moveaxis(features, 1, 3)
+    of_keys, value = (jnp.moveaxis(x, 1, 2) for x in (keys.features, chunk.value))
+    # Rounded to the type of the values, as the product with them would round.
+    weights = contract("bkgqm,bksm->bkgqs", features, of_keys.astype(narrow)).astype(narrow)
+    weights = jnp.where(visibility.pairs(value.shape[2])[:, None, None], weights, 0)
+    # Behind a barrier, because XLA on a GPU would copy keys and state together for one product.
+    rounded = jax.lax.optimization_barrier(features.astype(narrow)).astype(features.dtype)
+    of_state = jnp.where(visibility.carried[:, None, None, :, None], rounded, 0)
+    earlier = contract("bkgqm,bkmd->bkgqd", of_state, state.sums.astype(narrow))
+    sums = jnp.moveaxis(contract("bkgqs,bksd->bkgqd", weights, value) + earlier, 3, 1)
     has_state = largest(state.maxima, axis=-1)[:, None, :, 0] > -jnp.inf
     sees_state = visibility.carried[..., None] & has_state
     sees = (sees_state | visibility.any(visible))[..., None, None]
@@ -534,7 +538,7 @@ def _add_in_units(
     exponent = jnp.where(visible, keys.exponent, -jnp.inf)
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(exponent, axis=1), 1))
     features = jnp.where(visible, keys.features, 0)
-    more = contract("bskm,bskd->bkmd", features, value)
+    more = contract("bksm,bksd->bkmd", jnp.moveaxis(features, 1, 2), jnp.moveaxis(value, 1, 2))
     # The units are the maxima of the state, unless it is empty.
     unit = exp_in_units(keys.units.of_keys[:, -1], maxima)[..., None]
     return AttentionState((state.sums + more) * unit, maxima)

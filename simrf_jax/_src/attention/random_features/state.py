@@ -183,7 +183,9 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
         maxima = jnp.squeeze(largest(phi.exponent, axis=1), 1)
         maxima = maxima if state is None else jnp.maximum(state.maxima, maxima)
         weights = exp_in_units(phi.exponent, maxima[:, None], phi.values)
-        numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
+        # Heads first, because XLA on a GPU would transpose the exponents in float32 otherwise.
+        by_head = (jnp.moveaxis(x, 1, 2) for x in (weights, chunk.value))
+        numerators = contract("bksm,bksd->bkmd", *by_head)
         # Rounded to the type of the values, so that both sums have the same weights.
         weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
         # XLA on a GPU would compute the sum while it concatenates, ten times as slowly.
