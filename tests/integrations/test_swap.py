@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from simrf_jax import ExactKeys
@@ -163,6 +164,8 @@ def test_refusals_leave_the_model_as_it_was(x):
         swap(model, 12, where=lambda path, layer: False)
     with pytest.raises(ValueError, match=r"must have an nnx\.MultiHeadAttention, got none"):
         swap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 12)
+    with pytest.raises(TypeError, match=r"must be an nnx\.Module, got .* Dense; for Linen .*linen"):
+        swap(nn.Dense(3), 12)
     with pytest.raises(ValueError, match="coupling must be one of"):
         swap(Model(), 12, coupling="simplx")
     with pytest.raises(TypeError, match="argument 'bandwidth'; did you mean exact_bandwidth"):

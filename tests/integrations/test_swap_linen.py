@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax import nnx
 from flax.core import FrozenDict, freeze
 
 from simrf_jax.integrations import linen as adapters
@@ -150,5 +151,7 @@ def test_refuses(x):
         call(swap(model_with(**{"decode": True})))
     with pytest.raises(ValueError, match=r"must call an nn\.MultiHeadDotProduct.*, got none"):
         call(swap(nn.Dense(3)))
+    with pytest.raises(TypeError, match=r"must be a flax\.linen\.Module, got Linear; for NNX"):
+        swap(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"where is None or returns True, got none"):
         call(swap(model_with(), where=lambda path, layer: False))

@@ -106,7 +106,7 @@ def swap_attention(
       The model, whose field ``module`` is the original.
 
     Raises:
-      TypeError: If an option is unknown.
+      TypeError: If an option is unknown, or the model is not a Linen module.
       ValueError: When called, if the model calls no layer, an option does not fit a layer, a layer
         decodes, or its attention function is not Flax's and may do more, such as rotate queries and
         keys.
@@ -125,6 +125,11 @@ def swap_attention(
       >>> swapped.apply(variables, x).shape
       (2, 10, 32)
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be a flax.linen.Module, got {type(model).__name__}; for NNX models there "
+            "is simrf_jax.integrations.nnx.swap_attention."
+        )
     flax_attention.check_options(RandomFeatureAttention, options)
     rule = Rule(num_features, where, freeze(options))
     if isinstance(model, SwappedAttention):

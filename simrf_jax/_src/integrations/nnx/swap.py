@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from flax import linen as nn
 from flax import nnx
 
 from simrf_jax._src.integrations import flax_attention
@@ -113,7 +114,8 @@ def swap_attention(
       The swap: ``layers`` has the changed layers by path, and ``undo()`` reverts it.
 
     Raises:
-      TypeError: If an option is unknown or of a wrong type, or wrap does not return a module.
+      TypeError: If an option is unknown or of a wrong type, the model is a Linen module, or wrap
+        does not return a module.
       ValueError: If no layer is found, an option does not fit a layer, several layers are stacked
         in one, a layer drops out attention weights or decodes, or its attention function is not
         Flax's and there is no ``wrap``. The model is then unchanged.
@@ -137,6 +139,11 @@ def swap_attention(
       >>> bool(jnp.all(model(x) == before))
       True
     """
+    if isinstance(model, nn.Module):
+        raise TypeError(
+            f"model must be an nnx.Module, got the Linen module {type(model).__name__}; for Linen "
+            "models there is simrf_jax.integrations.linen.swap_attention."
+        )
     flax_attention.check_options(RandomFeatureAttention, options)
     found = {
         ".".join(map(str, path)) or "itself": module
