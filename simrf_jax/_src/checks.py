@@ -98,6 +98,8 @@ def floating_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     """Returns a real floating dtype of at least 16 bits that arrays can have."""
     if dtype is None:
         raise TypeError(f"{name} must be a floating type, got None.")
+    if jnp.issubdtype(dtype, jax.dtypes.extended):  # NumPy cannot interpret those of PRNG keys.
+        raise TypeError(f"{name} must be a floating type, of 16 bits or more, got {dtype}.")
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
         raise TypeError(f"{name} must be a floating type, of 16 bits or more, got {dtype.name}.")

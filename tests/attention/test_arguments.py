@@ -238,6 +238,11 @@ def test_sequence_axes_are_names(name):
             ValueError,
             "chunk_size must be a power of two, got 3",
         ),
+        (
+            lambda: simrf_jax.RandomFeatureMechanism(jax.random.key(0)),
+            TypeError,
+            "projection must be a floating type, of 16 bits or more, got key<",
+        ),
         (lambda: features_with(sequence_axis=7), TypeError, "name of a mesh axis, .* got 7"),
         (
             lambda: features_with(implementation="fast"),
