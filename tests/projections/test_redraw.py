@@ -242,7 +242,7 @@ def test_empty_tree_stays_empty():
         (
             lambda k: redraw_projections(k, {"a": jnp.zeros((5, 4))}),
             ValueError,
-            r"does not record how it was drawn; pass .*options=simrf_jax.DrawOptions\(",
+            r"not record how it was drawn; pass .*options=simrf_jax.DrawOptions\(.*nnx.state\(m",
         ),
         (lambda _: redraw_key(7, 0, interval=1), TypeError, "typed PRNG key"),
         (

@@ -533,7 +533,8 @@ def agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOption
     if options is None:
         raise ValueError(
             "A projection does not record how it was drawn; pass the options of its draw, "
-            "options=simrf_jax.DrawOptions(...)."
+            "options=simrf_jax.DrawOptions(...). Of a Flax model, pass only the projections: "
+            "nnx.state(model, RandomProjection), or the collection random_features."
         )
     if asked is not None and asked != options:
         raise ValueError(
