@@ -309,8 +309,8 @@ def random_feature_attention(
         causal attention, in which later tokens may change how outputs round, in bfloat16 with
         heads of width 64 or 128, on GPUs of compute capability 9 (H100, H200, GH200), with jax 0.11
         or newer. There, a key with a component above 1e15 counts as not finite, and a value only if
-        it is infinite or NaN. They are compiled and interpreted in the tests, but were never run on
-        a GPU, so None does not choose them.
+        it is infinite or NaN. Causal attention there needs heads of width 64 and at most 128 rows
+        of W.
       segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
         attends only to keys of its own segment. Neighbors with equal ids belong to one segment.
       chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for
