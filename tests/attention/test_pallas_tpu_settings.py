@@ -107,6 +107,7 @@ def tpu():
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("The wheel libtpu, which holds the compiler for TPUs, is not installed.")
     from jax.experimental import topologies
+    from jax.experimental.compilation_cache import compilation_cache
 
     def device(topology):
         # On a v4, JAX sees the two cores of a chip as one device.
@@ -120,7 +121,14 @@ def tpu():
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")
         patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
         patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+        # Otherwise only one process at a time could load the compiler.
+        patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+        # Without a TPU, no program can be read back from the cache.
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()
         yield device
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 @pytest.mark.slow
