@@ -154,14 +154,10 @@ def in_order_bundles(sizes, kind, is_gradient):
     """Returns the bundles of the kernels that take tiles in order, of which no tile is rare."""
     tiles = sizes.key_tiles
     # A program begins, and each of its steps leaves out the rare way.
-    counts = {"": (1, 0, tiles)}
-    if is_gradient:
-        # The reversed kernel resets its sums without a branch.
-        begins = (1,) if kind.startswith("reversed") else (1, 1)
-        counts |= {"_query_gradient": (1, 0, tiles), "_key_gradient": (*begins, 0, tiles)}
+    names = ["", "_query_gradient", "_key_gradient"] if is_gradient else [""]
     return (BATCH * HEADS // sizes.num_heads) * sum(
-        schedule.bundles(f"{kind}{which}", steps=tiles, counts=regions, shortest=150)
-        for which, regions in counts.items()
+        schedule.bundles(f"{kind}{which}", steps=tiles, counts=(1, 0, tiles), shortest=150)
+        for which in names
     )
 
 
