@@ -184,14 +184,6 @@ class HeadMaps:
         axes: Any = (0 if own else None, self.feature_map.head_axes(), scorer)
         return HeadMaps(*axes)
 
-    def sharded_as(self, key: Float[Array, "B S K H"]) -> HeadMaps:
-        """Shards the arrays of each head by the explicit mesh axes that shard the key heads."""
-        sharding = jax.typeof(key).sharding
-        if AxisType.Explicit not in sharding.mesh.axis_types:
-            return self
-        of_heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[2]))
-        return self.map_heads(lambda part: jax.sharding.reshard(part, of_heads))
-
     def repeated(self, groups: int) -> HeadMaps:
         """Repeats the arrays of each key head for the query heads that share it."""
 
@@ -405,7 +397,11 @@ class Estimator:
         if feature_map.multiplies_rows and _is_worth_folding(features, inputs):
             folded = Folded.of(features.feature_map, features.projection)
             features = HeadMaps(None, folded, features.scorer)
-        return inputs, features.sharded_as(inputs.key)
+        sharding = jax.typeof(inputs.key).sharding
+        if AxisType.Explicit in sharding.mesh.axis_types:
+            of_heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[2]))
+            features = features.map_heads(lambda part: jax.sharding.reshard(part, of_heads))
+        return inputs, features
 
     def check_heads(self, call: Call) -> None:
         """Raises ``ValueError`` if the feature map or W does not fit the heads of the keys."""
@@ -440,18 +436,6 @@ class Estimator:
                 f"projection must have one W for each of the {num_key_heads} key heads, "
                 f"got shape {projection.shape}."
             )
-
-
-def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
-    """Returns the bandwidth as an integer, if the feature map can be used with a band.
-
-    Raises:
-      TypeError: If the bandwidth is not an integer.
-      ValueError: If it is negative, or the feature map estimates a different kernel from that of
-        the keys in the band.
-    """
-    check_estimates_softmax("exact_bandwidth", feature_map)
-    return checks.integer("exact_bandwidth", bandwidth, least=0)
 
 
 def check_estimates_softmax(name: str, feature_map: FeatureMap) -> None:

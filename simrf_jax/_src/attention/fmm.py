@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.masks import Lengths, Mask
 from simrf_jax._src.attention.mechanism import Mechanism, check_kind
 from simrf_jax._src.attention.random_feature_attention import RandomFeatureMechanism, check_chunks
-from simrf_jax._src.attention.random_features.state import AttentionState
+from simrf_jax._src.attention.random_features.decoding import State
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.projections import ProjectionLike
 
@@ -40,7 +40,7 @@ class BlendState(NamedTuple):
     """
 
     near: Window
-    far: tuple[AttentionState, ...]
+    far: tuple[State, ...]
 
     def __repr__(self) -> str:
         return one_line.representation(self)
@@ -93,13 +93,14 @@ class Blend(Mechanism[BlendState]):
 
     def attend_to(self, call: Call) -> Float[Array, "*batch T N D"]:
         """Returns ``fmm_attention`` of a call."""
-        near, *far = (field.attend_to(call) for field in self._fields())
+        near = self.near.attend_to(call)
+        far = [field.attend_to(call) for field in self.far]
         return blend(near, far, self.near_weight, self.far_weights)
 
     def init_for(self, call: Call) -> BlendState:
         """Returns the states of all fields before tokens like those of a call."""
-        near, *far = (field.init_for(call) for field in self._fields())
-        return BlendState(near, tuple(far))
+        near = self.near.init_for(call)
+        return BlendState(near, tuple(field.init_for(call) for field in self.far))
 
     def step_to(
         self, state: BlendState, call: Call
@@ -110,16 +111,10 @@ class Blend(Mechanism[BlendState]):
             raise ValueError(
                 f"state must be of {len(self.far)} feature maps, got one of {len(state.far)}."
             )
-        before = (state.near, *state.far)
-        steps = [
-            field.step_to(one, call) for field, one in zip(self._fields(), before, strict=True)
-        ]
-        (near, *far), (window, *after) = zip(*steps, strict=True)
-        out = blend(near, far, self.near_weight, self.far_weights)
-        return out, BlendState(window, tuple(after))
-
-    def _fields(self) -> tuple[Mechanism[Any], ...]:
-        return (self.near, *self.far)
+        near, window = self.near.step_to(state.near, call)
+        steps = [field.step_to(one, call) for field, one in zip(self.far, state.far, strict=True)]
+        out = blend(near, [far for far, _ in steps], self.near_weight, self.far_weights)
+        return out, BlendState(window, tuple(after for _, after in steps))
 
 
 def fmm_attention(

@@ -217,7 +217,8 @@ class Projection(StructuredProjection):
         """
         if projection is None or is_structured(projection):
             return super().of(projection)
-        return cls(_as_array(projection))
+        rows: Any = as_projection(projection)
+        return cls(rows)
 
     @classmethod
     def draw(
@@ -549,6 +550,8 @@ def as_projection(
 ) -> Float[Array, "*shape"] | StructuredProjection:
     """Returns a projection as a floating array, or unchanged if it is structured.
 
+    A number is refused, because it may be meant for that of features.
+
     Args:
       projection: Floating array-like, or a ``StructuredProjection``.
 
@@ -556,14 +559,11 @@ def as_projection(
       TypeError: If the projection is None, a number or not floating.
     """
     w: Any = projection
-    return w if is_structured(w) else _as_array(w)
-
-
-def _as_array(projection: Any) -> Float[Array, "*shape"]:
-    """Returns a floating array, and refuses a number, which may be meant for that of features."""
-    if isinstance(projection, int | float):
+    if is_structured(w):
+        return w
+    if isinstance(w, int | float):
         raise TypeError(
             f"projection must be {Projection.expected}, such as draw_projection(jax.random.key(0), "
             f"{projection}, dim), got {projection}."
         )
-    return checks.floating("projection", projection)
+    return checks.floating("projection", w)

@@ -77,7 +77,7 @@ class Band(Mechanism[Window]):
         if axes or call.explicit_axes(in_order=True):
             shards = find_shards(call, axes, in_order=True)
             if call.key.shape[-3] > 0:  # Without keys, devices have nothing to exchange.
-                return attend_over_devices(call, shards, *self._sizes())
+                return attend_over_devices(call, shards, int(self.bandwidth), self.block_size)
         return _attend(self, call)
 
     def init_for(self, call: Call) -> Window:
@@ -91,10 +91,6 @@ class Band(Mechanism[Window]):
         check_kind(state, Window)
         check_bandwidth(state, int(self.bandwidth))
         return _step(self, state, call)
-
-    def _sizes(self) -> tuple[int, int | None]:
-        """Returns the bandwidth and the block size as integers."""
-        return int(self.bandwidth), None if self.block_size is None else int(self.block_size)
 
 
 def banded_attention(
@@ -189,20 +185,18 @@ def _attend(band: Band, call: Call) -> Float[Array, "*batch T N D"]:
     """Attends to tokens that are all on one device."""
     inputs = call.lay_out(scaled=False)
     lengths = (inputs.query.shape[1], inputs.key.shape[1])
-    bandwidth, block_size = band._sizes()
-    blocks = cut(*lengths, bandwidth, call.is_causal, block_size)
+    blocks = cut(*lengths, int(band.bandwidth), call.is_causal, band.block_size)
     return inputs.outputs(attend_in_windows(inputs, blocks))
 
 
 @functools.partial(jax.jit, inline=True)
 def _step(band: Band, state: Window, call: Call) -> tuple[Float[Array, "*batch T N D"], Window]:
     """Attends to a window and, causally, to new tokens."""
-    bandwidth, block_size = band._sizes()
-    inputs = call.lay_out(scaled=False)
+    inputs, bandwidth = call.lay_out(scaled=False), int(band.bandwidth)
     check_step(call, inputs)
     batch, length = call.query.shape[:-3], inputs.query.shape[1]
     before = flatten(state, jax.eval_shape(lambda: empty_window(inputs, bandwidth)), batch)
     seen = before.followed_by(inputs)
-    blocks = cut(length, bandwidth + length, bandwidth, True, block_size, history=bandwidth)
+    blocks = cut(length, bandwidth + length, bandwidth, True, band.block_size, bandwidth)
     out = inputs.outputs(attend_in_windows(seen.put_into(inputs), blocks))
     return out, unflatten(seen.part(slice(length, None)), batch)

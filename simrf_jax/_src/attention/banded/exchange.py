@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from simrf_jax._src.attention.inputs.sharding import (
 
 
 def attend_over_devices(
-    call: Call, shards: Shards, bandwidth: int, block_size: int | None
+    call: Call, shards: Shards, bandwidth: int, block_size: SupportsIndex | None
 ) -> Float[Array, "*batch T N D"]:
     """Attends over lengths that mesh axes shard.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -35,12 +35,6 @@ class QueryBlocks(NamedTuple):
     width: int
     band: Bool[np.ndarray, "size width"]
 
-    def of_queries(
-        self, x: Shaped[Array, "B T *rest"]
-    ) -> Shaped[Array, "B {self.num_blocks} {self.size} *rest"]:
-        """Splits the axis ``T`` into ``[num_blocks, size]``."""
-        return _cut_length(x, 0, self.num_blocks, self.size, 0)
-
     def of_keys(
         self, x: Shaped[Array, "B S *rest"], fill: float = 0
     ) -> Shaped[Array, "B {self.num_blocks} {self.width} *rest"]:
@@ -59,7 +53,7 @@ def cut(
     key_length: int,
     bandwidth: int,
     is_causal: bool,
-    block_size: int | None = None,
+    block_size: SupportsIndex | None = None,
     history: int = 0,
 ) -> QueryBlocks:
     """Cuts T queries into blocks, with the narrowest windows of S keys that contain the band.
@@ -72,9 +66,8 @@ def cut(
       block_size: Queries in a block; None for a default.
       history: Keys before the position of the first query.
     """
-    if block_size is None:
-        block_size = max(bandwidth, LEAST_BLOCK)
-    size = max(1, min(block_size, query_length))
+    longest = max(bandwidth, LEAST_BLOCK) if block_size is None else int(block_size)
+    size = max(1, min(longest, query_length))
     num_blocks = max(1, -(-query_length // size))
     # No window needs to reach beyond the ends from everywhere.
     before = min(bandwidth, history + (num_blocks - 1) * size)
@@ -108,8 +101,7 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> Float[Array, "B T 
     Returns:
       ``[B, T, K, G, D]`` in the logits' dtype; zeros where no key is visible.
     """
-    logits, poisoned = _logits(inputs, blocks)
-    weights, _ = _exponentials(logits)
+    weights, _, poisoned = _weigh(inputs, blocks)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     probabilities = weights / jnp.where(total == 0, 1, total)
     out = _contract(probabilities, inputs, blocks)
@@ -133,8 +125,7 @@ class WindowSums(NamedTuple):
 @jax.named_scope("banded_sums")
 def sum_in_windows(inputs: Inputs, blocks: QueryBlocks) -> WindowSums:
     """Returns the sums that ``attend_in_windows`` divides; it documents the arguments."""
-    logits, poisoned = _logits(inputs, blocks)
-    weights, shift = _exponentials(logits)
+    weights, shift, poisoned = _weigh(inputs, blocks)
     total, shift = (
         _in_a_row(jnp.moveaxis(x, 4, 2), inputs)
         for x in (jnp.sum(weights, axis=-1, keepdims=True), shift)
@@ -143,24 +134,33 @@ def sum_in_windows(inputs: Inputs, blocks: QueryBlocks) -> WindowSums:
     return WindowSums(sums, shift, poisoned)
 
 
-def _logits(
+def _weigh(
     inputs: Inputs, blocks: QueryBlocks
-) -> tuple[Float[Array, "B num_blocks K G size width"], Bool[Array, "B T K G"]]:
-    """Returns logits, minus infinity where a key is hidden, and a mask of poisoned queries."""
+) -> tuple[
+    Float[Array, "B num_blocks K G size width"],
+    Float[Array, "B num_blocks K G size 1"],
+    Bool[Array, "B T K G"],
+]:
+    """Returns weights of keys in units of e^shift, the shift, and a mask of poisoned queries."""
     narrow = inputs.value.dtype
-    query, key = blocks.of_queries(inputs.query), blocks.of_keys(inputs.key.astype(narrow))
+    query = _cut_length(inputs.query, 0, blocks.num_blocks, blocks.size, 0)
+    key = blocks.of_keys(inputs.key.astype(narrow))
     # [B, num_blocks, K, 1, 1, width]
-    weights = blocks.of_keys(inputs.key_log_weights, -jnp.inf).mT[:, :, :, None, None]
+    log_weights = blocks.of_keys(inputs.key_log_weights, -jnp.inf).mT[:, :, :, None, None]
     seen = _in_band(blocks, inputs.segments, inputs.query.shape[1])
     products = contract("bntkgh,bnskh->bnkgts", query, key)
     finite = jnp.isfinite(products * inputs.scale)
     # 0 * inf would reach the gradient of the scale.
     logits = jnp.where(finite, products, 0) * inputs.scale
-    visible = seen & (weights > -jnp.inf) & finite
-    nonfinite = jnp.isnan(weights) | (~finite & (weights > -jnp.inf))
+    visible = seen & (log_weights > -jnp.inf) & finite
+    nonfinite = jnp.isnan(log_weights) | (~finite & (log_weights > -jnp.inf))
     poisoned = jnp.any(seen & nonfinite, axis=-1)  # [B, num_blocks, K, G, size]
-    logits = jnp.where(visible, logits + weights, -jnp.inf)
-    return logits, _in_a_row(jnp.moveaxis(poisoned, 4, 2), inputs)
+    logits = jnp.where(visible, logits + log_weights, -jnp.inf)
+    poisoned = _in_a_row(jnp.moveaxis(poisoned, 4, 2), inputs)
+    # Where all logits are minus infinity, the shift is the least finite number.
+    least = float(jnp.finfo(logits.dtype).min)
+    shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True, initial=least)
+    return jnp.exp(logits - shift), shift, poisoned
 
 
 def _in_band(
@@ -177,19 +177,9 @@ def _in_band(
     if segments is None:
         return band
     here = segments[:, blocks.history :][:, :length]
-    of_queries, of_keys = blocks.of_queries(here), blocks.of_keys(segments)
-    same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
+    of_queries = _cut_length(here, 0, blocks.num_blocks, blocks.size, 0)
+    same = of_queries[:, :, :, None] == blocks.of_keys(segments)[:, :, None, :]
     return band & same[:, :, None, None]
-
-
-def _exponentials(
-    logits: Float[Array, "*batch width"],
-) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch 1"]]:
-    """Returns exponentials of shifted logits, zero for minus infinity, and the shifts."""
-    # Where all logits are minus infinity, the shift is the least finite number.
-    least = float(jnp.finfo(logits.dtype).min)
-    shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True, initial=least)
-    return jnp.exp(logits - shift), shift
 
 
 def _contract(
