@@ -24,7 +24,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from simrf_jax._src.attention.estimator import HeadMaps, compiled, hide
+from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures, compiled, hide
 from simrf_jax._src.attention.inputs.call import Inputs, contract
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
@@ -53,16 +53,14 @@ class Scanned(NamedTuple):
     Attributes:
       readout: Sums of ``[B, T, K, G]`` queries, without the queries' log_scale.
       log_scale: ``[B, T, K, G, 1]``, the queries' log_scale, which cancels in the ratio.
-      poisoned: ``[B, T, K, G]``, True where a query, or a key that it sees, is not finite.
     """
 
     readout: Readout
     log_scale: Float[Array, "B T K G 1"]
-    poisoned: Bool[Array, "B T K G"]
 
 
-def in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G"]]:
-    """Returns sums of kernel estimates, and which queries get NaN.
+def in_units_of_the_kernel(read: Scanned) -> Readout:
+    """Returns sums of kernel estimates.
 
     The log_scale of a query, which cancels in plain attention, does not cancel between exact
     weights and estimated ones.
@@ -71,8 +69,8 @@ def in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G
     log_scale = jnp.where(overflows, -jnp.inf, read.log_scale)
     unit = jax.lax.stop_gradient(log_scale)
     factor = exp_in_units(log_scale, unit)  # One, or zero; it carries the gradient.
-    readout = Readout(read.readout.sums * factor, read.readout.shift + unit)
-    return readout, read.poisoned | overflows[..., 0]
+    sums, shift, poisoned = read.readout
+    return Readout(sums * factor, shift + unit, poisoned | overflows[..., 0])
 
 
 class Tokens(NamedTuple):
@@ -172,9 +170,7 @@ def packed_attention(
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
     up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=True)
     later, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, with_own_key=False)
-    later = flip(later)
-    readout, poisoned = up_to.readout.add(later.readout), up_to.poisoned | later.poisoned
-    return up_to._replace(readout=readout, poisoned=poisoned)
+    return up_to._replace(readout=up_to.readout.add(flip(later.readout)))
 
 
 def flip(tree: Tree) -> Tree:
@@ -346,27 +342,34 @@ def _attend_chunk(
     Returns:
       The keys up to the end of the chunk, and the sums that its queries read.
     """
-    queries, no_features = features.queries(chunk.query)
+    queries = features.queries(chunk.query)
     keys, nonfinite = features.keys(chunk.key, chunk.log_weights)
     visible_from = functools.partial(_Visibility.of, carry, chunk, with_own_key=with_own_key)
     visibility = visible_from()
     kept = carry.of_last_segment(chunk)
+    sees_nonfinite = (carry.poisoned[:, None] & visibility.carried[..., None]) | visibility.any(
+        nonfinite
+    )
+    queries = queries._replace(poisoned=queries.poisoned | sees_nonfinite[..., None])
 
     visible = (chunk.log_weights > -jnp.inf) & ~nonfinite
-    units = _Units.of(carry, keys.exponent, visible, chunk)
+    unit_of_queries, unit_of_keys = _units(carry, keys.exponent, visible, chunk)
     # Minus infinity also where both are: their difference would be NaN.
-    relative = jnp.where(keys.exponent > -jnp.inf, keys.exponent - units.of_keys, -jnp.inf)
+    relative = jnp.where(keys.exponent > -jnp.inf, keys.exponent - unit_of_keys, -jnp.inf)
     limit = _limit(chunk.value)
     is_large = (largest(relative, axis=-1) > limit)[..., 0]
     relative = jnp.where(relative <= limit, relative, -jnp.inf)
     weights = exp_in_units(relative, jnp.zeros((), relative.dtype), keys.values)
-    in_units = _KeysInUnits(weights, keys.exponent, units)
+    in_units = _KeysInUnits(weights, keys.exponent, unit_of_queries, unit_of_keys)
     readout = _read_in_units(queries, in_units, visible, carry, chunk, visibility)
     state = _add_in_units(kept.state, in_units, chunk.value, visibility.in_last)
 
-    def by_pairs(readout: Readout, state: AttentionState) -> tuple[Readout, AttentionState]:
+    def by_pairs(
+        sums: Float[Array, "B C K G D+1"], shift: Float[Array, "B C K G 1"], state: AttentionState
+    ) -> tuple[Float[Array, "B C K G D+1"], Float[Array, "B C K G 1"], AttentionState]:
         visibility = visible_from()  # Not an argument of the branch, so that XLA sees constants.
-        earlier = carry.state.read(hide(queries, visibility.carried), chunk.value.dtype)
+        hidden = queries._replace(features=hide(queries.features, visibility.carried))
+        earlier = carry.state.read(hidden, carry.poisoned, chunk.value.dtype)
         pairs = visibility.pairs(chunk.value.shape[1])
         in_pairs = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
         with_all = kept.state.add_keys(hide(keys, visibility.in_last), chunk.value)
@@ -374,27 +377,23 @@ def _attend_chunk(
         # output.
         of_queries = visibility.any(is_large)[..., None, None]
         of_state = jnp.any(is_large & visibility.in_last[..., None], axis=1)[..., None]
-        readout = Readout(
-            jnp.where(of_queries, in_pairs.sums, readout.sums),
-            jnp.where(of_queries, in_pairs.shift, readout.shift),
-        )
+        sums = jnp.where(of_queries, in_pairs.sums, sums)
+        shift = jnp.where(of_queries, in_pairs.shift, shift)
         state = AttentionState(
             jnp.where(of_state[..., None], with_all.sums, state.sums),
             jnp.where(of_state, with_all.maxima, state.maxima),
         )
-        return readout, state
+        return sums, shift, state
 
     # The barrier keeps XLA from computing the same numbers in two ways, one for each branch. Each
     # part has its own barrier, because queries may vary over mesh axes that keys do not vary over.
-    found = map(jax.lax.optimization_barrier, (readout, state))
-    readout, state = jax.lax.cond(
-        _any(is_large), jax.checkpoint(by_pairs), lambda *found: found, *found
+    sums, shift = jax.lax.optimization_barrier((readout.sums, readout.shift))
+    state = jax.lax.optimization_barrier(state)
+    sums, shift, state = jax.lax.cond(
+        _any(is_large), jax.checkpoint(by_pairs), lambda *found: found, sums, shift, state
     )
-    sees_nonfinite = (carry.poisoned[:, None] & visibility.carried[..., None]) | visibility.any(
-        nonfinite
-    )
-    scanned = Scanned(readout, queries.log_scale, no_features | sees_nonfinite[..., None])
     poisoned = kept.poisoned | jnp.any(nonfinite & visibility.in_last[..., None], axis=1)
+    scanned = Scanned(Readout(sums, shift, queries.poisoned), queries.features.log_scale)
     return Carry(state, poisoned, kept.segment), scanned
 
 
@@ -415,70 +414,58 @@ def _any_of_all(
     return _any(flags), False
 
 
-class _Units(NamedTuple):
-    """Logarithms of the units of the features of a chunk; minus infinity where nothing is visible.
+def _units(
+    carry: Carry,
+    exponent: Float[Array, "B C K #m"],
+    visible: Bool[Array, "B C K"],
+    chunk: Tokens,
+) -> tuple[Float[Array, " B #C K #m"], Float[Array, " B #C K #m"]]:
+    """Returns the logarithms of the units of queries and of keys; see ``_KeysInUnits``.
 
-    Attributes:
-      of_queries: ``[B, C, K, m]``, or ``[B, 1, K, m]`` without segments.
-      of_keys: The same for the keys.
+    They are the largest exponents of the state, or the exponents of the first key of the segment.
+
+    Args:
+      carry: The keys before the chunk.
+      exponent: Exponents of the keys of the chunk.
+      visible: True at keys that some query may see.
+      chunk: Queries and keys.
     """
+    exponent = jax.lax.stop_gradient(exponent)
+    maxima = carry.state.maxima[:, None]
+    has_state = largest(maxima, axis=-1) > -jnp.inf
+    carried_segment, of_queries, of_keys = carry.segment, chunk.query_segments, chunk.key_segments
+    if carried_segment is None or of_queries is None or of_keys is None:
+        is_first = visible & (jnp.cumsum(visible, axis=1) == 1)
+        first = largest(jnp.where(is_first[..., None], exponent, -jnp.inf), axis=1)
+        units = jnp.where(has_state, maxima, first)
+        return units, units
 
-    of_queries: Float[Array, " B #C K #m"]
-    of_keys: Float[Array, " B #C K #m"]
+    def units_of(segments: Integer[Array, "B C"]) -> Float[Array, "B C K #m"]:
+        same = (segments[:, :, None] == of_keys[:, None])[..., None] & visible[:, None]
+        first = jnp.argmax(same, axis=2)
+        first = jnp.take_along_axis(exponent, first[..., None], axis=1)
+        first = jnp.where(jnp.any(same, axis=2)[..., None], first, -jnp.inf)
+        carried = (segments == carried_segment[:, None])[..., None, None]
+        return jnp.where(carried & has_state, maxima, first)
 
-    @classmethod
-    def of(
-        cls,
-        carry: Carry,
-        exponent: Float[Array, "B C K #m"],
-        visible: Bool[Array, "B C K"],
-        chunk: Tokens,
-    ) -> _Units:
-        """Returns the largest exponents of the state, or those of the first key of the segment.
-
-        Args:
-          carry: The keys before the chunk.
-          exponent: Exponents of the keys of the chunk.
-          visible: True at keys that some query may see.
-          chunk: Queries and keys.
-        """
-        exponent = jax.lax.stop_gradient(exponent)
-        maxima = carry.state.maxima[:, None]
-        has_state = largest(maxima, axis=-1) > -jnp.inf
-        carried_segment, of_queries, of_keys = (
-            carry.segment,
-            chunk.query_segments,
-            chunk.key_segments,
-        )
-        if carried_segment is None or of_queries is None or of_keys is None:
-            is_first = visible & (jnp.cumsum(visible, axis=1) == 1)
-            first = largest(jnp.where(is_first[..., None], exponent, -jnp.inf), axis=1)
-            units = jnp.where(has_state, maxima, first)
-            return cls(units, units)
-
-        def units_of(segments: Integer[Array, "B C"]) -> Float[Array, "B C K #m"]:
-            same = (segments[:, :, None] == of_keys[:, None])[..., None] & visible[:, None]
-            first = jnp.argmax(same, axis=2)
-            first = jnp.take_along_axis(exponent, first[..., None], axis=1)
-            first = jnp.where(jnp.any(same, axis=2)[..., None], first, -jnp.inf)
-            carried = (segments == carried_segment[:, None])[..., None, None]
-            return jnp.where(carried & has_state, maxima, first)
-
-        return cls(units_of(of_queries), units_of(of_keys))
+    return units_of(of_queries), units_of(of_keys)
 
 
 class _KeysInUnits(NamedTuple):
     """Keys of a chunk.
 
     Attributes:
-      features: Features in the units.
+      features: Features in units of e^of_keys.
       exponent: Exponents of the features, in no units.
-      units: The units.
+      of_queries: Logarithms of the units of the features that queries read, ``[B, C, K, m]``, or
+        ``[B, 1, K, m]`` without segments; minus infinity where nothing is visible.
+      of_keys: The same for the keys.
     """
 
     features: Float[Array, "B C K m"]
     exponent: Float[Array, "B C K #m"]
-    units: _Units
+    of_queries: Float[Array, " B #C K #m"]
+    of_keys: Float[Array, " B #C K #m"]
 
 
 def _limit(value: Float[Array, "B C K columns"]) -> Float[Array, "B C K 1"]:
@@ -491,7 +478,7 @@ def _limit(value: Float[Array, "B C K columns"]) -> Float[Array, "B C K 1"]:
 
 
 def _read_in_units(
-    queries: LogFeatures,
+    queries: QueryFeatures,
     keys: _KeysInUnits,
     visible: Bool[Array, "B C K"],
     carry: Carry,
@@ -509,7 +496,7 @@ def _read_in_units(
       visibility: The keys that the queries see.
     """
     state, narrow = carry.state, chunk.value.dtype
-    features, shift = weigh(queries, keys.units.of_queries[:, :, :, None])
+    features, shift = weigh(queries.features, keys.of_queries[:, :, :, None])
     # Heads come before the length, because XLA on a GPU would transpose all features otherwise.
     features = jnp.moveaxis(features, 1, 3)
     of_keys, value = (jnp.moveaxis(x, 1, 2) for x in (keys.features, chunk.value))
@@ -524,7 +511,7 @@ def _read_in_units(
     has_state = largest(state.maxima, axis=-1)[:, None, :, 0] > -jnp.inf
     sees_state = visibility.carried[..., None] & has_state
     sees = (sees_state | visibility.any(visible))[..., None, None]
-    return Readout(sums, jnp.where(sees, shift, -jnp.inf))
+    return Readout(sums, jnp.where(sees, shift, -jnp.inf), queries.poisoned)
 
 
 def _add_in_units(
@@ -540,12 +527,12 @@ def _add_in_units(
     features = jnp.where(visible, keys.features, 0)
     more = contract("bksm,bksd->bkmd", jnp.moveaxis(features, 1, 2), jnp.moveaxis(value, 1, 2))
     # The units are the maxima of the state, unless it is empty.
-    unit = exp_in_units(keys.units.of_keys[:, -1], maxima)[..., None]
+    unit = exp_in_units(keys.of_keys[:, -1], maxima)[..., None]
     return AttentionState((state.sums + more) * unit, maxima)
 
 
 def _read_pairs(
-    queries: LogFeatures,
+    queries: QueryFeatures,
     keys: LogFeatures,
     value: Float[Array, "B C K columns"],
     pairs: Bool[Array, " #B C C"],
@@ -556,7 +543,7 @@ def _read_pairs(
     def of_key(key: LogFeatures) -> tuple[Float[Array, "B C K G"], Float[Array, "B C K G"]]:
         """Returns the weights of one key for all queries, and the logarithms of their units."""
         key = jax.tree.map(lambda x: x[:, None, :, None], key)
-        products, units = weigh(queries, key.exponent)
+        products, units = weigh(queries.features, key.exponent)
         if key.values is not None:
             products = products * key.values
         return jnp.sum(products, axis=-1), jnp.squeeze(units, -1)
@@ -568,4 +555,4 @@ def _read_pairs(
     shift = largest(units, axis=0)
     weights = weights * exp_in_units(units, shift)
     sums = contract("sbqkg,bskd->bqkgd", weights, value)
-    return Readout(sums, jnp.squeeze(shift, 0)[..., None])
+    return Readout(sums, jnp.squeeze(shift, 0)[..., None], queries.poisoned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import SupportsIndex, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from simrf_jax._src.attention.random_features.kept_keys import (
 )
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
+    Readout,
     exp_in_units,
     largest,
     state_of,
@@ -90,18 +91,17 @@ def step(
         return _step_with_band(estimator, state, call)
     inputs, features = estimator.lay_out(call)
     check_step(call, inputs)
-    batch = call.query.shape[:-3]
+    batch, length = call.query.shape[:-3], call.query.shape[-3]
     before, chunk_size = _flat_far(state, inputs, features, batch), estimator.chunk_size
     after: FarState
     if isinstance(before, ExactKeysState):
-        read, after = attend_with_kept_keys(inputs, features, before, chunk_size=chunk_size)
-        out = read.readout.outputs(read.poisoned)
-    elif _is_one(call.query.shape[-3]):
-        out, after = attend_to_next(inputs, features, before)
+        readout, after = attend_with_kept_keys(inputs, features, before, chunk_size=chunk_size)
+    elif isinstance(length, int) and length == 1:  # Symbolic lengths, of jax.export, may be more.
+        readout, after = attend_to_next(inputs, features, before)
     else:
         read, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
-        out = read.readout.outputs(read.poisoned)
-    return inputs.outputs(out), _unflatten_far(after, batch)
+        readout = read.readout
+    return inputs.outputs(readout.outputs()), _unflatten_far(after, batch)
 
 
 def _step_with_band(
@@ -122,11 +122,6 @@ def _step_with_band(
     )
     out, far = fields.attend(features, before, None, chunk_size=estimator.chunk_size)
     return fields.earlier.outputs(out), _after(seen, far, length, batch)
-
-
-def _is_one(length: SupportsIndex) -> bool:
-    """Returns whether a length is known to be one; symbolic ones, of jax.export, are not."""
-    return isinstance(length, int) and length == 1
 
 
 @jax.named_scope("random_feature_attention_append")
@@ -206,7 +201,7 @@ def _after(seen: Window, far: FarState, length: int, batch: Shape) -> ExactBandS
 
 def attend_to_next(
     inputs: Inputs, features: HeadMaps, state: AttentionState
-) -> tuple[Float[Array, "B 1 K G D"], AttentionState]:
+) -> tuple[Readout, AttentionState]:
     """Lets one query for each sequence attend to a state and to the key at its own position.
 
     ``causal_attention`` reads the keys before a query separately from its own key, because later
@@ -219,7 +214,7 @@ def attend_to_next(
       state: State of the keys before.
 
     Returns:
-      The outputs in the logits' type, and the state of all keys.
+      The sums that the queries read, and the state of all keys.
     """
     state, poisoned = state.split_poisoned()
     keys, nonfinite = features.keys(inputs.key, inputs.key_log_weights)
@@ -229,6 +224,4 @@ def attend_to_next(
     phi = jnp.squeeze(exp_in_units(keys.exponent, maxima[:, None], keys.values), 1)
     sums = state.in_units_of(maxima) + phi[..., None] * value[:, 0, :, None]
     state, poisoned = AttentionState(sums, maxima), poisoned | nonfinite[:, 0]
-    readout = state.read(queries.features, value.dtype)
-    out = readout.outputs(queries.poisoned | poisoned[:, None, :, None])
-    return out, state.poison(poisoned)
+    return state.read(queries, poisoned, value.dtype), state.poison(poisoned)

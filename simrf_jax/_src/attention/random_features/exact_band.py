@@ -120,7 +120,7 @@ class Fields(NamedTuple):
         after: AttentionState | None,
         *,
         chunk_size: int,
-        more: tuple[Readout, Bool[Array, "B T K G"]] | None = None,
+        more: Readout | None = None,
     ) -> tuple[Float[Array, "B T K G D"], AttentionState | ExactKeysState]:
         r"""Lets each query attend to the keys of its band and to all others.
 
@@ -134,14 +134,14 @@ class Fields(NamedTuple):
           before: State of the keys before those of ``earlier``.
           after: State of the keys after those of ``later``; None if attention is causal.
           chunk_size: Number of keys per chunk, a power of two.
-          more: Sums over other keys, and True at queries that see one that is not finite.
+          more: Sums over other keys.
 
         Returns:
           ``[B, T, K, G, D]`` in the logits' dtype, zeros where no key is visible; and the state of
           all keys before the band of the next query.
         """
-        near = sum_in_windows(self.near, self.blocks)
-        readout, earlier, divided = Readout(near.sums, near.shift), self.earlier, None
+        readout = Readout(*sum_in_windows(self.near, self.blocks))
+        earlier, divided = self.earlier, None
         if isinstance(before, ExactKeysState):
             divided = Division.of(
                 earlier,
@@ -154,17 +154,15 @@ class Fields(NamedTuple):
             readout, earlier, before = readout.add(divided.near), divided.far, before.far
         tokens = Tokens.of(earlier, self.segments)
         read, far_state = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=False)
-        far, poisoned = in_units_of_the_kernel(read)
-        readout, poisoned = far.add(readout), poisoned | near.poisoned
+        readout = in_units_of_the_kernel(read).add(readout)
         if self.later is not None and after is not None:
             tokens = flip(Tokens.of(self.later, self.segments))
             read, _ = scan(tokens, features, after, chunk_size=chunk_size, with_own_key=False)
-            far, sees_nonfinite = in_units_of_the_kernel(flip(read))
-            readout, poisoned = readout.add(far), poisoned | sees_nonfinite
+            readout = readout.add(in_units_of_the_kernel(flip(read)))
         if more is not None:
-            readout, poisoned = readout.add(more[0]), poisoned | more[1]
+            readout = readout.add(more)
         state = far_state if divided is None else ExactKeysState(divided.kept, far_state)
-        return readout.outputs(poisoned), state
+        return readout.outputs(), state
 
 
 def attend_with_band(

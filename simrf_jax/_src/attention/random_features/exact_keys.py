@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice, QueryFeatures
 from simrf_jax._src.attention.inputs.call import Inputs, contract
-from simrf_jax._src.attention.random_features.causal import Scanned, in_units_of_the_kernel
 from simrf_jax._src.attention.random_features.state import (
     SUMMARY_CHUNK,
     AttentionState,
@@ -110,9 +109,7 @@ class SharedKeys(NamedTuple):
             jnp.concatenate([maxima, jnp.zeros_like(values[..., 0], maxima.dtype)], axis=-1),
         )
 
-    def read(
-        self, inputs: Inputs, *, is_causal: bool, bandwidth: int | None
-    ) -> tuple[Readout, Bool[Array, "B T K G"]]:
+    def read(self, inputs: Inputs, *, is_causal: bool, bandwidth: int | None = None) -> Readout:
         """Lets queries read those of the keys that causality, segments and the band leave visible.
 
         Args:
@@ -120,9 +117,6 @@ class SharedKeys(NamedTuple):
           is_causal: True if a query sees no later keys.
           bandwidth: Distance within which an exact band already includes the keys; None without a
             band.
-
-        Returns:
-          The sums, and True at queries that see a key that is not finite.
         """
         query, segments = inputs.query, inputs.segments
         position = jnp.moveaxis(self.position, 1, -1)[:, None]  # [B, 1, K, g].
@@ -140,19 +134,7 @@ class SharedKeys(NamedTuple):
         shift = largest(logits, axis=-1)
         sums = contract("btkgs,bskd->btkgd", exp_in_units(logits, shift), self.value)
         poisoned = jnp.any(sees & jnp.moveaxis(self.nonfinite, 1, -1)[:, None], axis=-1)
-        return Readout(sums, shift), jnp.broadcast_to(poisoned[..., None], query.shape[:-1])
-
-    def add_to(self, far: Scanned, inputs: Inputs, *, is_causal: bool) -> Scanned:
-        """Returns the sums that queries read of other keys and of these keys together.
-
-        Args:
-          far: Sums that they read by random features.
-          inputs: The queries; see ``read``.
-          is_causal: True if a query sees no later keys.
-        """
-        readout, poisoned = in_units_of_the_kernel(far)
-        near, sees_nonfinite = self.read(inputs, is_causal=is_causal, bandwidth=None)
-        return Scanned(readout.add(near), jnp.zeros_like(near.shift), poisoned | sees_nonfinite)
+        return Readout(sums, shift, jnp.broadcast_to(poisoned[..., None], query.shape[:-1]))
 
 
 def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[Array, "B g K"]:

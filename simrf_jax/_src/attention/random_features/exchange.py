@@ -67,10 +67,8 @@ def attend_over_devices(
         if not call.in_order():
             state = merge_over(state_of(inputs, features), shards.axes)
             state, poisoned = state.split_poisoned()
-            queries = features.queries(inputs.query)
-            readout = state.read(queries.features, inputs.value.dtype)
-            poisoned = queries.poisoned | poisoned[:, None, :, None]
-            return inputs.outputs(readout.outputs(poisoned))
+            readout = state.read(features.queries(inputs.query), poisoned, inputs.value.dtype)
+            return inputs.outputs(readout.outputs())
         ids = part.segment_ids
         before = state_beyond(inputs, features, ids, shards.axes, 1)
         if call.is_causal:
@@ -78,7 +76,7 @@ def attend_over_devices(
         else:
             after = state_beyond(inputs, features, ids, shards.axes, -1)
             read = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
-        return inputs.outputs(read.readout.outputs(read.poisoned))
+        return inputs.outputs(read.readout.outputs())
 
     return over_devices(attend, shards, call, estimator)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,6 @@ from simrf_jax._src import one_line
 from simrf_jax._src.attention.estimator import HeadMaps
 from simrf_jax._src.attention.inputs.call import Inputs, contract
 from simrf_jax._src.attention.random_features.causal import (
-    Scanned,
     causal_attention,
     in_units_of_the_kernel,
     one_key_for_each_query,
@@ -158,7 +157,8 @@ class Division(NamedTuple):
         segment = None if segments is None else jnp.sum(segments[:, :1], 1, segments.dtype)
         step = jax.checkpoint(functools.partial(_divide_chunk, with_own_key), prevent_cse=False)
         (kept, _), divided = jax.lax.scan(step, (kept, segment), chunks)
-        near, left = join_length(divided, length)
+        (sums, shift), left = join_length(divided, length)
+        near = Readout(sums, shift, jnp.zeros_like(shift[..., 0], bool))
         far = dataclasses.replace(
             inputs, key=left.key, value=left.value, key_log_weights=left.log_weights
         )
@@ -181,9 +181,16 @@ class _Chunk(NamedTuple):
     key_segments: Integer[Array, "B C"] | None
 
 
+# The sums and the shift of a ``Readout``.
+_Sums: TypeAlias = tuple[Float[Array, "B C K G D+1"], Float[Array, "B C K G 1"]]
+
+
 def _divide_chunk(
     with_own_key: bool, carry: tuple[KeptKeys, Integer[Array, " B"] | None], chunk: _Chunk
-) -> tuple[tuple[KeptKeys, Integer[Array, " B"] | None], tuple[Readout, KeptKeys]]:
+) -> tuple[
+    tuple[KeptKeys, Integer[Array, " B"] | None],
+    tuple[_Sums, KeptKeys],
+]:
     """Takes one step of the scan.
 
     Args:
@@ -319,9 +326,7 @@ def _same(
     return (segments[:, :, None] == of_keys[:, None])[..., None]
 
 
-def _read(
-    query: Float[Array, "B C K G H"], keys: KeptKeys, sees: Bool[Array, "B C n K"]
-) -> Readout:
+def _read(query: Float[Array, "B C K G H"], keys: KeptKeys, sees: Bool[Array, "B C n K"]) -> _Sums:
     """Lets queries read the keys that they see by the softmax kernel."""
     highest = jax.lax.Precision.HIGHEST
     # With this order of axes the products need no transposed copies.
@@ -331,12 +336,12 @@ def _read(
     shift = largest(logits, axis=-1)
     weights = exp_in_units(logits, shift)
     sums = contract("bkgts,bskd->bkgtd", weights, with_ones(keys.value))
-    return Readout(jnp.moveaxis(sums, 3, 1), jnp.moveaxis(shift, 3, 1))
+    return jnp.moveaxis(sums, 3, 1), jnp.moveaxis(shift, 3, 1)
 
 
 def attend_with_kept_keys(
     inputs: Inputs, features: HeadMaps, state: ExactKeysState, *, chunk_size: int
-) -> tuple[Scanned, ExactKeysState]:
+) -> tuple[Readout, ExactKeysState]:
     """Lets each query attend to a state and to the keys up to its own position.
 
     Args:
@@ -354,7 +359,5 @@ def attend_with_kept_keys(
         inputs, inputs.segments, features, state.kept, chunk_size=chunk_size, with_own_key=True
     )
     read, far = causal_attention(divided.far, features, state.far, chunk_size=chunk_size)
-    readout, poisoned = in_units_of_the_kernel(read)
-    readout = readout.add(divided.near)
-    read = Scanned(readout, jnp.zeros_like(readout.shift), poisoned)
-    return read, ExactKeysState(divided.kept, far)
+    readout = in_units_of_the_kernel(read).add(divided.near)
+    return readout, ExactKeysState(divided.kept, far)

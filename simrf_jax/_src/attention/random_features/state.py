@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from simrf_jax._src import one_line
-from simrf_jax._src.attention.estimator import HeadMaps
+from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures
 from simrf_jax._src.attention.inputs.call import Inputs, contract, quotient
 from simrf_jax._src.attention.inputs.masks import Size
 from simrf_jax._src.features import LogFeatures
@@ -25,33 +25,32 @@ SUMMARY_CHUNK = 1024  # Number of keys per chunk when only their state is comput
 
 
 class Readout(NamedTuple):
-    """The sums that queries read from a state, in units of e^shift.
+    """The sums that queries read from keys, in units of e^shift.
 
     Attributes:
       sums: ``[..., D + 1]``, numerator and denominator.
       shift: ``[..., 1]``; minus infinity where nothing was read.
+      poisoned: ``[...]``, True where a query, or a key that it sees, is not finite; it gets NaN.
     """
 
     sums: Float[Array, "*queries D+1"]
     shift: Float[Array, "*queries 1"]
+    poisoned: Bool[Array, "*queries"]
 
     def add(self, other: Readout) -> Readout:
-        """Returns what is read from two states together."""
+        """Returns what is read from both sets of keys together."""
         shift = jnp.maximum(self.shift, other.shift)
         own = self.sums * exp_in_units(self.shift, shift)
-        return Readout(own + other.sums * exp_in_units(other.shift, shift), shift)
+        sums = own + other.sums * exp_in_units(other.shift, shift)
+        return Readout(sums, shift, self.poisoned | other.poisoned)
 
-    def outputs(self, poisoned: Bool[Array, "*queries"]) -> Float[Array, "*queries D"]:
-        """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible.
-
-        Args:
-          poisoned: ``[...]``, True at queries that get NaN.
-        """
+    def outputs(self) -> Float[Array, "*queries D"]:
+        """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
         numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
         out = jnp.where(nothing, 0, quotient(numerator, jnp.where(nothing, 1, denominator)))
         # Last, because an earlier NaN would reach the gradients of W: 0 * NaN is not 0.
-        return jnp.where(poisoned[..., None], jnp.nan, out)
+        return jnp.where(self.poisoned[..., None], jnp.nan, out)
 
 
 class AttentionState(NamedTuple):
@@ -123,7 +122,9 @@ class AttentionState(NamedTuple):
         poisoned = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
         return self._replace(sums=jnp.where(poisoned[:, :, None, None], 0, self.sums)), poisoned
 
-    def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
+    def read(
+        self, queries: QueryFeatures, poisoned: Bool[Array, "B K"], dtype: jnp.dtype
+    ) -> Readout:
         """Returns the sums that queries read, ``[B, T, K, G, D + 1]``.
 
         A query's log_scale cancels in the ratio and is left out. A feature that is zero for all
@@ -131,12 +132,14 @@ class AttentionState(NamedTuple):
 
         Args:
           queries: Features of ``[B, T, K, G]`` queries.
+          poisoned: ``[B, K]``, True at heads that saw a key that is not finite.
           dtype: Contraction dtype.
         """
-        features, shift = weigh(queries, self.maxima[:, None, :, None])
+        features, shift = weigh(queries.features, self.maxima[:, None, :, None])
         # With this order of axes the product needs no transposed copy of the features.
         sums = contract("btkgm,bkmd->bktgd", features, self.sums.astype(dtype))
-        return Readout(jnp.moveaxis(sums, 2, 1), shift)
+        poisoned = queries.poisoned | poisoned[:, None, :, None]
+        return Readout(jnp.moveaxis(sums, 2, 1), shift, poisoned)
 
 
 class Keys(NamedTuple):

@@ -13,7 +13,11 @@ from jaxtyping import Array, Bool, Float, Shaped
 from simrf_jax._src.attention.estimator import Estimator, HeadMaps, compiled
 from simrf_jax._src.attention.inputs.call import Call, Inputs, contract
 from simrf_jax._src.attention.inputs.sharding import find_shards
-from simrf_jax._src.attention.random_features.causal import causal_attention, packed_attention
+from simrf_jax._src.attention.random_features.causal import (
+    causal_attention,
+    in_units_of_the_kernel,
+    packed_attention,
+)
 from simrf_jax._src.attention.random_features.exact_band import attend_with_band
 from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
 from simrf_jax._src.attention.random_features.exchange import attend_over_devices
@@ -80,14 +84,17 @@ def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N
     empty, chunk_size = AttentionState.empty(inputs, features), estimator.chunk_size
     if choice is not None and keeps:
         state = ExactKeysState.empty(inputs, features, choice.count)
-        read, _ = attend_with_kept_keys(inputs, features, state, chunk_size=chunk_size)
-    elif call.is_causal:
+        readout, _ = attend_with_kept_keys(inputs, features, state, chunk_size=chunk_size)
+        return inputs.outputs(readout.outputs())
+    if call.is_causal:
         read, _ = causal_attention(inputs, features, empty, chunk_size=chunk_size)
     else:
         read = packed_attention(inputs, features, empty, empty, chunk_size=chunk_size)
+    readout = read.readout
     if exact is not None:
-        read = exact.add_to(read, inputs, is_causal=call.is_causal)
-    return inputs.outputs(read.readout.outputs(read.poisoned))
+        more = exact.read(inputs, is_causal=call.is_causal)
+        readout = in_units_of_the_kernel(read).add(more)
+    return inputs.outputs(readout.outputs())
 
 
 def bidirectional_attention(
@@ -140,8 +147,7 @@ def _attend_at_once(
             exact.append_to_state(state),
         )
         poisoned |= jnp.any(exact.nonfinite, axis=1)
-    readout = state.read(queries.features, inputs.value.dtype)
-    return readout.outputs(queries.poisoned | poisoned[:, None, :, None])
+    return state.read(queries, poisoned, inputs.value.dtype).outputs()
 
 
 def _attend_by_chunks(
