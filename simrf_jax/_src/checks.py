@@ -88,7 +88,7 @@ def positive_int(name: str, value: Any) -> int:
 
 def power_of_two(name: str, value: Any) -> int:
     """Returns an integer that is a power of two."""
-    value = positive_int(name, value)
+    value = integer(name, value, least=1)
     if value & (value - 1):
         raise ValueError(f"{name} must be a power of two, got {value}.")
     return value
