@@ -365,8 +365,10 @@ def _attend_chunk(
     state = _add_in_units(kept.state, in_units, chunk.value, visibility.in_last)
 
     def by_pairs(
-        sums: Float[Array, "B C K G D+1"], shift: Float[Array, "B C K G 1"], state: AttentionState
-    ) -> tuple[Float[Array, "B C K G D+1"], Float[Array, "B C K G 1"], AttentionState]:
+        sums: Float[Array, "B C K G columns"],
+        shift: Float[Array, "B C K G 1"],
+        state: AttentionState,
+    ) -> tuple[Float[Array, "B C K G columns"], Float[Array, "B C K G 1"], AttentionState]:
         visibility = visible_from()  # Not an argument of the branch, so that XLA sees constants.
         hidden = queries._replace(features=hide(queries.features, visibility.carried))
         earlier = carry.state.read(hidden, carry.poisoned, chunk.value.dtype)

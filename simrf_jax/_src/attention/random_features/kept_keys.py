@@ -182,7 +182,7 @@ class _Chunk(NamedTuple):
 
 
 # The sums and the shift of a ``Readout``.
-_Sums: TypeAlias = tuple[Float[Array, "B C K G D+1"], Float[Array, "B C K G 1"]]
+_Sums: TypeAlias = tuple[Float[Array, "B C K G columns"], Float[Array, "B C K G 1"]]
 
 
 def _divide_chunk(
