@@ -163,8 +163,8 @@ MUTANTS = [
     ),
     Mutant(
         f"{CORE}/causal.py",
-        "is_large = jnp.any(relative > limit, axis=-1)",
-        "is_large = jnp.all(relative > limit, axis=-1)",
+        "is_large = (largest(relative, axis=-1) > limit)[..., 0]",
+        "is_large = (-largest(-relative, axis=-1) > limit)[..., 0]",
         f"{MODES} tests/attention/test_causal.py",
     ),
     Mutant(
