@@ -84,13 +84,13 @@ FLOWS = {
     "near and far": (
         lambda q, k, v, w: fmm_attention(q, k, v, (w,), bandwidth=4),
         14,
-        81,
+        82,
         17,
     ),
     "exact band": (
         lambda q, k, v, w: random_feature_attention(q, k, v, w, exact_bandwidth=4),
         14,
-        102,
+        104,
         17,
     ),
 }

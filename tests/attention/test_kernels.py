@@ -93,20 +93,21 @@ def programs(name):
         waves = jnp.sin(jnp.arange(out.size)).reshape(out.shape)
         return out, pull_back(jnp.where(counts, waves, 0))
 
-    return [jax.jit(functools.partial(with_gradients, attend)) for attend in (kernels, matrix)]
+    attentions = {"kernels": kernels, "matrix": matrix}
+    return {by: jax.jit(functools.partial(with_gradients, one)) for by, one in attentions.items()}
 
 
-def run(case, q, k, v, bias, counts=True, *, by_matrix=False):
+def run(case, q, k, v, bias, counts=True, by="kernels"):
     [name] = [name for name, one in CASES.items() if one is case]
     counts = np.broadcast_to(counts, q.shape)
-    return programs(name)[by_matrix](counts, q, k, v, bias)
+    return programs(name)[by](counts, q, k, v, bias)
 
 
 def test_the_output_and_the_gradients_of_all_weights(case):
     tokens = tokens_of(case)
     for size in (1, 6):
         scaled = (size * tokens[0], *tokens[1:])
-        got, want = run(case, *scaled), run(case, *scaled, by_matrix=True)
+        got, want = run(case, *scaled), run(case, *scaled, by="matrix")
         jax.tree.map(functools.partial(assert_close, tolerance=1e-5), got, want)
 
 

@@ -61,7 +61,7 @@ def test_memory_of_nan_and_races(called, name, monkeypatch):
         monkeypatch.setattr(place, setting, value)
     tokens = tokens_of(case)
     got = test_kernels.run(case, *tokens)
-    want = test_kernels.run(case, *tokens, by_matrix=True)
+    want = test_kernels.run(case, *tokens, by="matrix")
     jax.tree.map(functools.partial(assert_close, tolerance=1e-5), got, want)
     assert len(called) >= 2  # Forward and backward.
     assert not interpret_pallas_call.races.races_found

@@ -124,10 +124,11 @@ def tpu():
         # Otherwise only one process at a time could load the compiler.
         patch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
         # Without a TPU, no program can be read back from the cache.
+        is_cached = jax.config.jax_enable_compilation_cache
         jax.config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()
         yield device
-        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_enable_compilation_cache", is_cached)
         compilation_cache.reset_cache()
 
 

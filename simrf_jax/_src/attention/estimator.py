@@ -438,6 +438,18 @@ class Estimator:
             )
 
 
+def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
+    """Returns the bandwidth as an integer, if the feature map can be used with a band.
+
+    Raises:
+      TypeError: If the bandwidth is not an integer.
+      ValueError: If it is negative, or the feature map estimates a different kernel from that of
+        the keys in the band.
+    """
+    check_estimates_softmax("exact_bandwidth", feature_map)
+    return checks.integer("exact_bandwidth", bandwidth, least=0)
+
+
 def check_estimates_softmax(name: str, feature_map: FeatureMap) -> None:
     """Raises ``ValueError`` if features cannot share a normalizer with exact keys."""
     if not feature_map.estimates_softmax:

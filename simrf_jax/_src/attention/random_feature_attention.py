@@ -16,7 +16,7 @@ from simrf_jax._src.attention.estimator import (
     Estimator,
     ExactKeysLike,
     KeyChoice,
-    check_estimates_softmax,
+    check_band,
     compiled,
 )
 from simrf_jax._src.attention.implementations import Implementation, choose, names_of
@@ -100,9 +100,6 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
         feature_map.check_norms(w)
         if chunk_size is None:
             chunk_size = CHUNK_SIZE_ON_GPUS if jax.default_backend() == "gpu" else CHUNK_SIZE
-        if exact_bandwidth is not None:
-            check_estimates_softmax("exact_bandwidth", feature_map)
-            exact_bandwidth = checks.integer("exact_bandwidth", exact_bandwidth, least=0)
         super().__init__(
             w,
             feature_map,
@@ -111,7 +108,7 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
             checks.axis_names("batch_axis", batch_axis) or None,
             checks.axis_names("head_axis", head_axis) or None,
             names_of(implementation),
-            exact_bandwidth,
+            None if exact_bandwidth is None else check_band(exact_bandwidth, feature_map),
             None if exact_keys is None else KeyChoice.of(exact_keys),
         )
 

@@ -35,6 +35,12 @@ class QueryBlocks(NamedTuple):
     width: int
     band: Bool[np.ndarray, "size width"]
 
+    def of_queries(
+        self, x: Shaped[Array, "B T *rest"]
+    ) -> Shaped[Array, "B {self.num_blocks} {self.size} *rest"]:
+        """Splits the axis ``T`` into ``[num_blocks, size]``."""
+        return _cut_length(x, 0, self.num_blocks, self.size, 0)
+
     def of_keys(
         self, x: Shaped[Array, "B S *rest"], fill: float = 0
     ) -> Shaped[Array, "B {self.num_blocks} {self.width} *rest"]:
@@ -143,8 +149,7 @@ def _weigh(
 ]:
     """Returns weights of keys in units of e^shift, the shift, and a mask of poisoned queries."""
     narrow = inputs.value.dtype
-    query = _cut_length(inputs.query, 0, blocks.num_blocks, blocks.size, 0)
-    key = blocks.of_keys(inputs.key.astype(narrow))
+    query, key = blocks.of_queries(inputs.query), blocks.of_keys(inputs.key.astype(narrow))
     # [B, num_blocks, K, 1, 1, width]
     log_weights = blocks.of_keys(inputs.key_log_weights, -jnp.inf).mT[:, :, :, None, None]
     seen = _in_band(blocks, inputs.segments, inputs.query.shape[1])
@@ -177,8 +182,8 @@ def _in_band(
     if segments is None:
         return band
     here = segments[:, blocks.history :][:, :length]
-    of_queries = _cut_length(here, 0, blocks.num_blocks, blocks.size, 0)
-    same = of_queries[:, :, :, None] == blocks.of_keys(segments)[:, :, None, :]
+    of_queries, of_keys = blocks.of_queries(here), blocks.of_keys(segments)
+    same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
     return band & same[:, :, None, None]
 
 

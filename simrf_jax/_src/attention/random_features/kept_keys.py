@@ -187,10 +187,7 @@ _Sums: TypeAlias = tuple[Float[Array, "B C K G columns"], Float[Array, "B C K G 
 
 def _divide_chunk(
     with_own_key: bool, carry: tuple[KeptKeys, Integer[Array, " B"] | None], chunk: _Chunk
-) -> tuple[
-    tuple[KeptKeys, Integer[Array, " B"] | None],
-    tuple[_Sums, KeptKeys],
-]:
+) -> tuple[tuple[KeptKeys, Integer[Array, " B"] | None], tuple[_Sums, KeptKeys]]:
     """Takes one step of the scan.
 
     Args:

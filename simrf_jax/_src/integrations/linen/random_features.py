@@ -108,8 +108,8 @@ class RandomFeatureAttention(Adapter):
         ids are one segment. For long sequences pass the ids themselves as the mask, integers
         ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]`` takes O(T) memory, and
         mesh axes may shard T. With ``decode`` there are no segments.
-      decode: True to treat each call as the next tokens of the sequences in the cache, of which
-        none sees a later one, even without ``is_causal``.
+      decode: True to treat each call as the next tokens of the sequences in the cache. No token
+        sees a later one then, even without ``is_causal``.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
       batch_axis: Mesh axes that shard the batch, for the Pallas kernels; see

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax._src import checks
 from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
-from simrf_jax._src.attention.estimator import KeyChoice, check_estimates_softmax
+from simrf_jax._src.attention.estimator import KeyChoice, check_band
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
 from simrf_jax._src.features.calibrated import Calibrated
@@ -97,8 +96,8 @@ class RandomFeatureAttention(Adapter):
         ids are one segment. For long sequences pass the ids themselves as the mask, integers
         ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]`` takes O(T) memory, and
         mesh axes may shard T. With ``decode`` there are no segments.
-      decode: True to treat each call as the next tokens of the sequences in the cache, of which
-        none sees a later one, even without ``is_causal``.
+      decode: True to treat each call as the next tokens of the sequences in the cache. No token
+        sees a later one then, even without ``is_causal``.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
       batch_axis: Mesh axes that shard the batch, for the Pallas kernels; see
@@ -182,8 +181,7 @@ class RandomFeatureAttention(Adapter):
         drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
         drawing.check((feature_map,))
         if exact_bandwidth is not None:
-            check_estimates_softmax("exact_bandwidth", as_feature_map(feature_map))
-            exact_bandwidth = checks.integer("exact_bandwidth", exact_bandwidth, least=0)
+            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         self.exact_bandwidth = exact_bandwidth
         if exact_keys is not None:
             flax_attention.check_exact_keys(exact_keys)
