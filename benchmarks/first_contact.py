@@ -64,7 +64,7 @@ CHECKS = 8  # That run at once.
 
 def implementations(backend, mode, dtype):
     """Returns the implementations to check; Pallas interprets the kernels for TPUs on a CPU."""
-    if backend == "gpu" and mode in ("bidirectional", "causal") and dtype == "bfloat16":
+    if backend == "gpu" and dtype == "bfloat16":
         return "xla", "pallas_gpu"
     return ("xla", "pallas_tpu") if backend in ("cpu", "tpu") else ("xla",)
 

@@ -1,33 +1,71 @@
 """Device times of attention on a GPU: the fused kernels, XLA and cuDNN's exact attention.
 
 Attention of 12 heads of 64 dimensions in bfloat16, with 128 features, forward and with the
-gradients of queries, keys and values. CUPTI times each kernel on the device, so that no time of
-the host is in the numbers. A row is the median of nine runs, with the least and the most.
+gradients of queries, keys and values; bidirectional, causal, packed with four segments, and beside
+an exact band of 64 keys to each side. CUPTI times each kernel on the device, so that no time of the
+host is in the numbers. A row is the median of nine runs, with the least and the most.
 
 Run: python -m benchmarks.gpu_attention [--output gpu_attention.json]
 """
 
 import itertools
 import json
+import multiprocessing
 import os
 import pathlib
-from concurrent import futures
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
-from benchmarks import attention_candidates, command_line
+from benchmarks import command_line
 
-HEADS, DIM, NUM_FEATURES, RUNS = 12, 64, 128, 9
+HEADS, DIM, NUM_FEATURES, BANDWIDTH, RUNS = 12, 64, 128, 64, 9
 SIZES = ((8, 1024), (8, 4096), (1, 16_384), (8, 512), (8, 256))  # Batch and length.
 LEAST_OF_XLA = 1024  # Its programs take the longest to compile.
-CANDIDATES = {
-    "kernels": attention_candidates.pallas_gpu,
-    "XLA": attention_candidates.xla,
-    "cuDNN": attention_candidates.cudnn,
-}
+MODES = ("bidirectional", "causal", "band", "causal band", "packed", "causal packed")
+PLAIN = MODES[:2]  # Those of cuDNN; the others have the first sizes, and XLA the first two.
+
+
+def cases():
+    """Yields what to measure: the candidate, the mode, the size, and whether with gradients."""
+    for mode, size, name in itertools.product(MODES, SIZES, ("kernels", "XLA", "cuDNN")):
+        is_plain = mode in PLAIN
+        if name == "XLA" and size not in SIZES[: 3 if is_plain else 2]:
+            continue
+        if not is_plain and (name == "cuDNN" or size[1] < LEAST_OF_XLA):
+            continue
+        for backward in (False, True):
+            names = ("candidate", "mode", "batch", "length", "backward")
+            yield dict(zip(names, (name, mode, *size, backward), strict=True))
+
+
+def attention_of(candidate, mode, shape):
+    """Returns the attention of a candidate, a function of queries, keys, values and W."""
+    is_causal = "causal" in mode
+    if candidate == "cuDNN":
+
+        def exact(q, k, v, w):
+            del w
+            return jax.nn.dot_product_attention(
+                q, k, v, is_causal=is_causal, implementation="cudnn"
+            )
+
+        return exact
+    options = {"implementation": "pallas_gpu" if candidate == "kernels" else "xla"}
+    if "band" in mode:
+        options["exact_bandwidth"] = BANDWIDTH
+    if "packed" in mode:
+        batch, length = shape[:2]
+        ends = length // 5, length // 2, 3 * length // 4
+        ids = np.searchsorted(ends, np.arange(length), side="right")
+        options["segment_ids"] = np.broadcast_to(ids, (batch, length))
+
+    def attend(*arrays):
+        return simrf_jax.random_feature_attention(*arrays, is_causal=is_causal, **options)
+
+    return attend
 
 
 def with_gradients(attend):
@@ -42,18 +80,14 @@ def with_gradients(attend):
     return gradients
 
 
-def program_of(name, size, *, is_causal, backward):
-    """Returns the compiled program of one candidate, and its arrays."""
-    batch, length = size
+def program_of(case):
+    """Returns the compiled program of a case, and its arrays."""
     keys = jax.random.split(jax.random.key(0), 3)
-    shape = (batch, length, HEADS, DIM)
+    shape = (case["batch"], case["length"], HEADS, DIM)
     arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
     arrays.append(simrf_jax.draw_projection(jax.random.key(1), NUM_FEATURES, DIM))
-
-    def attend(*arrays):
-        return CANDIDATES[name](*arrays, is_causal=is_causal)
-
-    function = with_gradients(attend) if backward else attend
+    attend = attention_of(case["candidate"], case["mode"], shape)
+    function = with_gradients(attend) if case["backward"] else attend
     return jax.jit(function).lower(*arrays).compile(), arrays
 
 
@@ -61,9 +95,19 @@ def microseconds(program, arrays):
     """Returns the least, the median and the largest time of all kernels of a program."""
     from jax.experimental.mosaic.gpu import profiler
 
-    _, runs = profiler.measure(program, aggregate=False, iterations=RUNS)(*arrays)
-    times = [1e3 * sum(ms for _, ms in run) for run in runs]
+    # One run at a time, because the kernels of an XLA program may begin in another order.
+    measure = profiler.measure(program, aggregate=False)
+    times = [1e3 * sum(ms for _, ms in measure(*arrays)[1]) for _ in range(RUNS)]
     return [round(float(x), 1) for x in np.percentile(times, [0, 50, 100])]
+
+
+def work(cases, are_compiled, turn, rows):
+    """Compiles some cases at the same time as other processes, then measures them in its turn."""
+    programs = [program_of(case) for case in cases]
+    are_compiled.wait()
+    for case, (program, arrays) in zip(cases, programs, strict=True):
+        with turn:
+            rows.put(case | {"microseconds": microseconds(program, arrays)})
 
 
 def main():
@@ -71,25 +115,20 @@ def main():
     parser = command_line.parser(__doc__)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("gpu_attention.json"))
     output = parser.parse_args().output
-    device = jax.devices()[0].device_kind
-    cases = [
-        {"candidate": name, "batch": batch, "length": length} | {"is_causal": x, "backward": y}
-        for (batch, length), name, x, y in itertools.product(
-            SIZES, CANDIDATES, (False, True), (False, True)
-        )
-        if name != "XLA" or length >= LEAST_OF_XLA
+    # Processes, because kernels are lowered in Python, of which a process runs one thread at once.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    processes, todo = multiprocessing.get_context("spawn"), list(cases())
+    num = max(1, min(len(todo), os.cpu_count() or 1) - 1)
+    shared = processes.Barrier(num), processes.Lock(), processes.Queue()
+    workers = [
+        processes.Process(target=work, args=(todo[i::num], *shared), daemon=True)
+        for i in range(num)
     ]
-
-    def compiled(case):
-        size = case["batch"], case["length"]
-        kind = {name: case[name] for name in ("is_causal", "backward")}
-        return program_of(case["candidate"], size, **kind)
-
-    with futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:
-        found = list(command_line.bar(pool.map(compiled, cases), "compiled", len(cases)))
-    rows = []
-    for case, (program, arrays) in zip(cases, found, strict=True):
-        rows.append(case | {"microseconds": microseconds(program, arrays)})
+    for worker in workers:
+        worker.start()
+    rows, device = [], jax.devices()[0].device_kind
+    for _ in command_line.bar(todo, "measured"):
+        rows.append(shared[-1].get(timeout=300))
         command_line.show(str(rows[-1]))
         output.write_text(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
 

@@ -33,15 +33,27 @@ SIZES = {
     ", T = 16,384": (1, 16384, 12, 64, 128),
     ", d = 128": (4, 1024, 12, 128, 128),
 }
+# Keywords of the kernels where the order of tokens matters.
+BANDWIDTH, SEGMENTS = 64, 4
+ORDERED = {
+    "causal": {"is_causal": True},
+    "causal band": {"is_causal": True, "bandwidth": BANDWIDTH},
+    "band": {"bandwidth": BANDWIDTH},
+    "causal and packed": {"is_causal": True, "is_packed": True},
+    "packed": {"is_packed": True},
+}
 # Numbers that must not grow.
 COUNTS = ("launches", "MiB", "spilled", "shared")
 SLACK = 1.02
 
 
-def in_kernels(q, k, v, w, is_causal=False):
+def in_kernels(q, k, v, w, is_causal=False, bandwidth=None, is_packed=False):
     """Attends in the fused kernels, which without a GPU refuse a call from outside."""
-    estimator = RandomFeatureMechanism(w)
-    call = Call.of(q, k, v, is_causal=is_causal)
+    estimator = RandomFeatureMechanism(w, exact_bandwidth=bandwidth)
+    batch, length = q.shape[:2]
+    ids = jnp.arange(length) * SEGMENTS // length if is_packed else None
+    ids = None if ids is None else jnp.broadcast_to(ids, (batch, length))
+    call = Call.of(q, k, v, is_causal=is_causal, segment_ids=ids)
     return backend.attend_compiled(estimator, call, interpret=None)
 
 
@@ -84,10 +96,11 @@ def programs():
     cases += [(f"XLA{name}", "H200", by_xla, size) for name, size in SIZES.items()]
     cases += [(f"XLA, {name}", name, by_xla, USUAL) for name in ("A100", "T4")]
     cases += [("XLA, causal", "H200", causal, USUAL), ("XLA, causal, T4", "T4", causal, USUAL)]
-    causal = functools.partial(in_kernels, is_causal=True)
-    yield "kernels, causal", "H200", causal, USUAL
-    # No kernel has the gradient of W.
-    yield "kernels, causal, gradient", "H200", with_gradient(causal, (0, 1, 2)), USUAL
+    for name, options in ORDERED.items():
+        attend = functools.partial(in_kernels, **options)
+        yield f"kernels, {name}", "H200", attend, USUAL
+        # No kernel has the gradient of W.
+        yield f"kernels, {name}, gradient", "H200", with_gradient(attend, (0, 1, 2)), USUAL
     for name, device, attend, size in cases:
         yield name, device, attend, size
         yield f"{name}, gradient", device, with_gradient(attend), size

@@ -222,13 +222,14 @@ def test_what_is_not_finite_reaches_only_who_sees_it(interpreter, which, where, 
         np.testing.assert_array_equal(got, want)
 
 
-def causal(attend, q, k, v, w, of_outputs, **options):
-    """Returns causal outputs, and the gradients of queries, keys and values."""
+def in_order(attend, q, k, v, w, of_outputs, **options):
+    """Returns outputs, causal by default, and the gradients of queries, keys and values."""
+    options = {"is_causal": True} | options
 
     @jax.jit
     def run(q, k, v, of_outputs):
         def attention(q, k, v):
-            return attend(q, k, v, w, is_causal=True, **options).astype(jnp.float32)
+            return attend(q, k, v, w, **options).astype(jnp.float32)
 
         out, back = jax.vjp(attention, q, k, v)
         return out, *back(of_outputs)
@@ -251,13 +252,13 @@ CAUSAL = {
 def test_causal_attention_and_its_gradients(interpreter, length, shape, scale, options):
     q, k, v = tokens(length, scale=scale, **({"heads": 1} | shape))
     w, of_outputs = projection(100, DIM), jnp.cos(jnp.arange(q.size)).reshape(q.shape)
-    check_causal(q, k, v, w, of_outputs, **options)
+    check_in_order(q, k, v, w, of_outputs, **options)
 
 
-def check_causal(q, k, v, w, of_outputs, **options):
-    got = causal(in_kernel, q, k, v, w, of_outputs, **options)
-    plain = causal(by_xla, q, k, v, w, of_outputs, **options)
-    want = causal(by_xla, *wide((q, k, v)), w, of_outputs, **options)
+def check_in_order(q, k, v, w, of_outputs, **options):
+    got = in_order(in_kernel, q, k, v, w, of_outputs, **options)
+    plain = in_order(by_xla, q, k, v, w, of_outputs, **options)
+    want = in_order(by_xla, *wide((q, k, v)), w, of_outputs, **options)
     error = reference.relative_error
     assert error(got[0], want[0]) <= max(2 * error(plain[0], want[0]), 4e-3)
     # With a single key, the gradients of queries and keys are what rounding leaves of zero.
@@ -266,43 +267,116 @@ def check_causal(q, k, v, w, of_outputs, **options):
         assert np.linalg.norm(ours - exact) <= 1.5e-2 * max(np.linalg.norm(exact), least)
 
 
+SEGMENTS = np.searchsorted([20, 50, 133], np.arange(140), side="right")
+ORDERED = {
+    "band": {"exact_bandwidth": 9, "is_causal": False},
+    "causal band": {"exact_bandwidth": 71, "bias": np.cos(np.arange(140)).astype(np.float32)},
+    "packed": {"segment_ids": SEGMENTS, "is_causal": False},
+    "causal and packed": {"segment_ids": SEGMENTS, "key_value_seq_lengths": 120},
+    "packed band": {"segment_ids": SEGMENTS, "exact_bandwidth": 9, "is_causal": False},
+    "causal packed band": {"segment_ids": SEGMENTS, "exact_bandwidth": 9},
+    "band of all keys": {"exact_bandwidth": 200, "is_causal": False},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", ORDERED.values(), ids=ORDERED)
+def test_bands_and_packed_sequences(interpreter, options, scale):
+    q, k, v = tokens(140, heads=2, key_heads=1, scale=scale)
+    of_outputs = jnp.cos(jnp.arange(q.size)).reshape(q.shape)
+    check_in_order(q, k, v, projection(50, DIM), of_outputs, **options)
+
+
+@interpreted
+@pytest.mark.slow
+@hypothesis.settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    length=st.integers(1, 300),
+    ends=st.none() | st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    bandwidth=st.none() | st.integers(0, 150),
+    is_causal=st.booleans(),
+    num_features=st.integers(2, 128),
+    seed=st.integers(0, 99),
+)
+def test_random_orders(interpreter, length, ends, bandwidth, is_causal, num_features, seed):
+    options = {"is_causal": is_causal, "exact_bandwidth": bandwidth}
+    if ends is not None:
+        options["segment_ids"] = np.searchsorted(sorted(ends), np.arange(length), side="right")
+    q, k, v = tokens(length, heads=1, seed=seed)
+    of_outputs = jnp.cos(jnp.arange(q.size)).reshape(q.shape)
+    check_in_order(q, k, v, projection(num_features, DIM), of_outputs, **options)
+
+
 @interpreted
 @pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.slow) for x in MAPS[1:]])
 def test_causal_maps(interpreter, name):
     q, k, v = tokens(90, key_heads=2)
     library = modes.LIBRARY.get(name, modes.Library(name))
     w, options = library.projection(projection(50, DIM)), {"feature_map": library.feature_map}
-    check_causal(q, k, v, w, jnp.cos(jnp.arange(q.size)).reshape(q.shape), **options)
+    check_in_order(q, k, v, w, jnp.cos(jnp.arange(q.size)).reshape(q.shape), **options)
+
+
+SHARED = {
+    "a chunk for each": (260, 1, {}),
+    "two chunks for each": (390, 2, {}),
+    "segments": (390, 1, {"segment_ids": np.searchsorted([20, 50, 280], np.arange(390), "right")}),
+    "a band": (390, 1, {"exact_bandwidth": 130, "is_causal": False}),
+}
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("length", "chunks_of_part"), [(260, 1), pytest.param(390, 2, marks=pytest.mark.slow)]
+    ("length", "chunks_of_part", "options"),
+    [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] > 260)) for x in SHARED.values()],
+    ids=SHARED,
 )
-def test_programs_that_share_the_chunks_of_a_head(interpreter, monkeypatch, length, chunks_of_part):
+def test_programs_that_share_the_chunks_of_a_head(
+    interpreter, monkeypatch, length, chunks_of_part, options
+):
     from simrf_jax._src.attention.pallas_gpu import chunks
 
     q, k, v = tokens(length, heads=2, key_heads=1)
     monkeypatch.setattr(chunks, "LEAST_CHUNKS", chunks_of_part)
     of_outputs = jnp.cos(jnp.arange(q.size)).reshape(q.shape)
-    check_causal(q, k, v, projection(50, DIM), of_outputs)
+    check_in_order(q, k, v, projection(50, DIM), of_outputs, **options)
+
+
+ORDERS = {
+    "causal": {},
+    "in parts": {},
+    "packed": {"segment_ids": SEGMENTS, "is_causal": False},
+    "causal packed band": {"segment_ids": SEGMENTS, "exact_bandwidth": 9},
+    "causal and packed, in parts": {"segment_ids": SEGMENTS},
+}
 
 
 @interpreted
-@pytest.mark.parametrize("in_parts", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(x, marks=[pytest.mark.slow] * ("parts" in x)) for x in ORDERS]
+)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_what_is_not_finite_reaches_no_earlier_output(interpreter, monkeypatch, which, in_parts):
+def test_what_is_not_finite_reaches_only_who_sees_it_in_order(
+    interpreter, monkeypatch, which, mode
+):
     from simrf_jax._src.attention.pallas_gpu import chunks
 
-    if in_parts:
+    if "parts" in mode:
         monkeypatch.setattr(chunks, "LEAST_CHUNKS", 1)
-    arrays, place = tokens(140, heads=1), 60
-    is_bad = np.arange(140) == place if which == "query" else np.arange(140) >= place
+    arrays, place, index, options = tokens(140, heads=1), 60, np.arange(140), ORDERS[mode]
+    is_bad = index == place if which == "query" else index >= place * options.get("is_causal", True)
+    if "segment_ids" in options:
+        is_bad &= SEGMENTS[place] == SEGMENTS
     of_outputs = jnp.where(jnp.asarray(is_bad)[:, None, None], 0.0, 1.0) * jnp.ones(arrays[0].shape)
-    clean = causal(in_kernel, *arrays, projection(50, DIM), of_outputs)
+    clean = in_order(in_kernel, *arrays, projection(50, DIM), of_outputs, **options)
     i = ("query", "key", "value").index(which)
     arrays[i] = arrays[i].at[place, 0, 7].set(jnp.nan)
-    out, *gradients = causal(in_kernel, *arrays, projection(50, DIM), of_outputs)
+    out, *gradients = in_order(in_kernel, *arrays, projection(50, DIM), of_outputs, **options)
     np.testing.assert_array_equal(np.isnan(out).all((-1, -2)), is_bad)
     # A chunk with a token that is not finite is computed key by key, which rounds in another way.
     np.testing.assert_allclose(out[~is_bad], clean[0][~is_bad], atol=0.02)
@@ -311,17 +385,20 @@ def test_what_is_not_finite_reaches_no_earlier_output(interpreter, monkeypatch, 
 
 
 @interpreted
-def test_learned_rows_have_the_causal_gradient_of_xla(interpreter):
+def test_learned_rows_and_scales_have_the_causal_gradient_of_xla(interpreter):
     q, k, v = tokens(20, heads=1)
 
-    def gradient(attend, q, k, v):
-        def total(w):
-            return jnp.sum(jnp.sin(attend(q, k, v, w, is_causal=True).astype(jnp.float32)))
+    def gradients(attend, q, k, v):
+        def total(w, scale):
+            out = attend(q, k, v, w, scale=scale, is_causal=True)
+            return jnp.sum(jnp.sin(out.astype(jnp.float32)))
 
-        return jax.grad(total)(projection(20, DIM))
+        return [jax.grad(total, i)(projection(20, DIM), 0.2) for i in range(2)]
 
-    got, want = gradient(in_kernel, q, k, v), gradient(by_xla, *wide((q, k, v)))
-    assert reference.relative_error(got, want) <= 2e-2
+    # Only the gradient of the output has another rounding.
+    got, want = gradients(in_kernel, q, k, v), gradients(by_xla, q, k, v)
+    for ours, exact in zip(got, want, strict=True):
+        assert reference.relative_error(ours, exact) <= 2e-2
 
 
 @interpreted
@@ -357,8 +434,6 @@ def hopper(monkeypatch):
 
 
 REFUSED = {
-    "packed": ({"segment_ids": np.zeros(9, int)}, "they have no segment_ids"),
-    "band": ({"exact_bandwidth": 2}, "they have no exact_bandwidth"),
     "exact keys": ({"exact_keys": 2}, "they have no exact_keys"),
     "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
     "axis": ({"head_axis": "data"}, "have no batch_axis or head_axis; call them in jax.shard_map"),
@@ -373,7 +448,7 @@ def test_calls_that_the_kernels_cannot_take(hopper, options, message):
         in_kernel(*tokens(9, key_heads=2), projection(11, DIM), **options)
 
 
-CAUSAL_ARRAYS = {
+ORDERED_ARRAYS = {
     "wide heads": ((9,), {"dim": 128}, 11, "heads 64 wide .*, got 128 and 128, and 11"),
     "many rows": ((9,), {}, 130, "at most 128 rows of W, got 64 and 64, and 130"),
     "lengths": ((9, 8), {}, 11, "as many keys as queries, got 8 and 9"),
@@ -382,12 +457,21 @@ CAUSAL_ARRAYS = {
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("lengths", "options", "rows", "message"), CAUSAL_ARRAYS.values(), ids=CAUSAL_ARRAYS
+    ("lengths", "options", "rows", "message"), ORDERED_ARRAYS.values(), ids=ORDERED_ARRAYS
 )
-def test_causal_calls_that_the_kernels_cannot_take(hopper, lengths, options, rows, message):
+@pytest.mark.parametrize("mode", [{"is_causal": True}, {"exact_bandwidth": 2}], ids=str)
+def test_calls_in_order_that_the_kernels_cannot_take(hopper, mode, lengths, options, rows, message):
     q, k, v = tokens(*lengths, **options)
     with pytest.raises(ValueError, match=message):
-        in_kernel(q, k, v, projection(rows, q.shape[-1]), is_causal=True)
+        in_kernel(q, k, v, projection(rows, q.shape[-1]), **mode)
+
+
+@pytest.mark.fast
+def test_positions_that_float32_does_not_hold(hopper):
+    q, k, v = (jax.ShapeDtypeStruct((2**20, 1, DIM), jnp.bfloat16) for _ in range(3))
+    call = functools.partial(in_kernel, segment_ids=np.zeros(2**20, int), exact_bandwidth=20)
+    with pytest.raises(ValueError, match="must be less than 16777216, got up to 23068672"):
+        jax.eval_shape(call, q, k, v, projection(11, DIM))
 
 
 ARRAYS = {
@@ -440,6 +524,8 @@ def test_which_calls_they_take_unasked(hopper, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     random_feature_attention(*tokens(9), w)
     random_feature_attention(*tokens(9), w, is_causal=True)  # May round by later tokens.
+    random_feature_attention(*tokens(9), w, exact_bandwidth=2)  # Was not timed.
+    random_feature_attention(*tokens(9), w, segment_ids=np.zeros(9, int))
     random_feature_attention(*tokens(9, dtype=jnp.float32), w)
     monkeypatch.setattr(jax, "device_count", lambda: 2)  # XLA cannot partition a kernel.
     random_feature_attention(*tokens(9), w)

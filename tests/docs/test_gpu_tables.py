@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from benchmarks import gpu_attention
 from tests.docs.pages import ROOT
 
 pytestmark = pytest.mark.fast
@@ -29,16 +30,20 @@ def rounded(number):
 
 def test_device_times_of_attention():
     rows = json.loads((RESULTS / "gpu_attention.json").read_text())["rows"]
-    names = ("candidate", "batch", "length", "is_causal", "backward")
+    names = ("candidate", "mode", "batch", "length", "backward")
     medians = {tuple(row[x] for x in names): row["microseconds"][1] for row in rows}
-    table = rows_of("explanation/speed.md", "| sequences x tokens |")
-    assert len(table) == 5
-    for size, *cells in table:
-        batch, length = (int(x.replace(",", "")) for x in size.split(" x "))
-        for number, cell in enumerate(cells):
-            place = ("kernels", "cuDNN")[number % 2], batch, length, number >= 2
-            found = " / ".join(rounded(medians[*place, backward]) for backward in (False, True))
-            assert cell == found, place
+    both = [(x, mode) for mode in gpu_attention.PLAIN for x in ("kernels", "cuDNN")]
+    by_xla = [("XLA", mode) for mode in gpu_attention.MODES]
+    heads = {"bidirectional, kernels": (both, 5), "bidirectional | causal": (by_xla, 2)}
+    for head, (columns, num_rows) in heads.items():
+        table = rows_of("explanation/speed.md", f"| sequences x tokens | {head}")
+        assert len(table) == num_rows
+        for size, *cells in table:
+            batch, length = (int(x.replace(",", "")) for x in size.split(" x "))
+            for column, cell in zip(columns, cells, strict=True):
+                place = *column, batch, length
+                found = " / ".join(rounded(medians[*place, backward]) for backward in (False, True))
+                assert cell == found, place
 
 
 def test_times_of_first_contact():

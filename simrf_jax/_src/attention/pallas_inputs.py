@@ -18,10 +18,12 @@ from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.features import FeatureMap
 from simrf_jax._src.features.exponential_form import ExponentialForm
-from simrf_jax._src.features.log_space import Side
+from simrf_jax._src.features.log_space import SIDES, Side
 from simrf_jax._src.projections import ProjectionLike
 
 LOG2E = math.log2(math.e)
+# Larger components of a query count as not finite, because their squares are not.
+LARGEST_QUERY = 1e18
 
 
 def reason_against_call(estimator: Estimator, call: Call) -> str | None:
@@ -110,6 +112,40 @@ def root_and_sign(call: Call) -> tuple[Float[Array, ""], Float[Array, ""]]:
     scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
     scale = jnp.asarray(scale, jnp.float32)
     return jnp.sqrt(jnp.abs(scale)), jnp.sign(scale)
+
+
+def query_factors(estimator: Estimator, call: Call) -> Float[Array, "B N T"]:
+    """Returns logarithms of the factors that all weights of a query's features share, to base 2.
+
+    Kernels leave them out. They matter beside exact weights.
+    """
+    of_queries, of_keys = (
+        form_of(estimator.feature_map, estimator.projection, side) for side in SIDES
+    )
+    *_, length, num_heads, dim = call.query.shape
+    num_key_heads = call.key.shape[-2]
+    root, sign = root_and_sign(call)
+    query = call.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
+    query = query.astype(jnp.float32)
+    # The kernels flag queries that are not finite. Without this, 0 * NaN would reach gradients
+    # here.
+    query = jnp.where(jnp.abs(query) < LARGEST_QUERY, query, 0) * (root * sign)
+
+    def of_heads(x: jax.Array) -> jax.Array:
+        return x[None, None, :, None]
+
+    stretched = query
+    if of_queries.stretch is not None:
+        matrix = jnp.broadcast_to(of_queries.stretch, (num_key_heads, dim, dim))
+        highest = jax.lax.Precision.HIGHEST
+        stretched = jnp.einsum("btkgi,kji->btkgj", query, matrix, precision=highest)
+    if of_queries.center is not None:
+        stretched -= of_heads(of_queries.center)
+    factors = -0.5 * jnp.sum(jnp.square(stretched), axis=-1)
+    for constant in (of_queries.constant, of_keys.constant):
+        factors += 0 if constant is None else of_heads(constant)
+    factors = (factors - math.log(of_queries.num_features)) * LOG2E
+    return jnp.moveaxis(factors.reshape(-1, length, num_heads), 1, 2)
 
 
 def to_base_2(

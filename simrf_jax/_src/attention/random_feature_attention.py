@@ -295,22 +295,21 @@ def random_feature_attention(
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       implementation: ``"pallas_tpu"`` or ``"pallas_gpu"`` for fused Pallas kernels, ``"xla"`` for
         plain JAX, or a sequence of names, of which the first that supports the call is used. None
-        uses the Pallas kernels on a TPU where they support the call, on a GPU those that are
-        bidirectional, and XLA elsewhere. The Pallas
-        kernels compute features that are exponentials (positive, hyperbolic, optimal positive,
-        calibrated and learned ones) and never write them to memory. They do not support sharded
-        lengths, and can be differentiated once, in reverse mode: choose ``"xla"`` for forward-mode
-        and second derivatives. The kernels for TPUs support bidirectional, causal and packed
-        attention in bfloat16 or float32, with or without an exact band of up to 256 keys on each
-        side. The gradients of W, a bias, the scale and the feature map come from XLA, in addition
-        to the kernels. There, a vector whose squared length overflows counts as not finite. On a
-        CPU the kernels are interpreted, which is for tests: choose ``"xla"`` for computations on
-        the CPU of a TPU host. The kernels for GPUs support bidirectional attention, and where asked
-        causal attention, in which later tokens may change how outputs round, in bfloat16 with
-        heads of width 64 or 128, on GPUs of compute capability 9 (H100, H200, GH200), with jax 0.11
-        or newer. There, a key with a component above 1e15 counts as not finite, and a value only if
-        it is infinite or NaN. Causal attention there needs heads of width 64 and at most 128 rows
-        of W.
+        uses the Pallas kernels on a TPU where they support the call, on a GPU in bidirectional
+        attention without a band, and XLA elsewhere. The Pallas kernels compute features that are
+        exponentials (positive, hyperbolic, optimal positive, calibrated and learned ones) and never
+        write them to memory. They do not support sharded lengths, and can be differentiated once,
+        in reverse mode: choose ``"xla"`` for forward-mode and second derivatives. The kernels for
+        TPUs support bidirectional, causal and packed attention in bfloat16 or float32, with or
+        without an exact band of up to 256 keys on each side. The gradients of W, a bias, the scale
+        and the feature map come from XLA, in addition to the kernels. There, a vector whose squared
+        length overflows counts as not finite. On a CPU the kernels are interpreted, which is for
+        tests: choose ``"xla"`` for computations on the CPU of a TPU host. The kernels for GPUs
+        support bidirectional attention in bfloat16 with heads of width 64 or 128, on GPUs of
+        compute capability 9 (H100, H200, GH200), with jax 0.11 or newer. Where asked, they also
+        support causal and packed attention and exact bands, with heads of width 64 and at most 128
+        rows of W. There, later tokens may change how causal outputs round, a key with a component
+        above 1e15 counts as not finite, and a value only if it is infinite or NaN.
       segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
         attends only to keys of its own segment. Neighbors with equal ids belong to one segment.
       chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for

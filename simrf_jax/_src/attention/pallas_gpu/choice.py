@@ -18,10 +18,12 @@ from simrf_jax._src.attention.pallas_inputs import (
 
 # Widths of heads whose tiles fit the shared memory and the registers.
 WIDTHS = (64, 128)
-# A program of causal attention keeps all rows of W and the state in shared memory.
-CAUSAL_WIDTH, CAUSAL_ROWS = 64, 128
+# Where positions matter, a program keeps all rows of W and the state in shared memory.
+WIDTH_IN_ORDER, ROWS_IN_ORDER = 64, 128
 # ``wgmma`` exists on these GPUs only: older ones have no such instruction, newer ones another one.
 CAPABILITY = "9."
+# Integers in float32.
+MOST_POSITIONS = 2**24
 
 # Parameters of Pallas's interpreter, with which tests run the kernels on a CPU; None to compile.
 interpret: Any = None
@@ -49,6 +51,8 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
 def _reason_unasked(estimator: Estimator, call: Call) -> str | None:
     if call.is_causal:  # Which other implementations exclude.
         return "later tokens may change how earlier causal outputs round"
+    if call.in_order(estimator.exact_bandwidth):
+        return "packed attention and that beside a band were not timed on a device yet"
     return None if runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
 
 
@@ -69,10 +73,6 @@ def _reason_against_device() -> str | None:
 
 
 def _reason_against_mode(estimator: Estimator, call: Call) -> str | None:
-    if call.segment_ids is not None:
-        return "they have no segment_ids"
-    if estimator.exact_bandwidth is not None:
-        return "they have no exact_bandwidth"
     if estimator.mesh_axes.batch or estimator.mesh_axes.heads:
         return (
             "they have no batch_axis or head_axis; call them in jax.shard_map(..., check_vma=False)"
@@ -89,12 +89,18 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
         wanted = " or ".join(map(str, WIDTHS))
         return f"heads of queries and values must be {wanted} wide, got {widths[0]} and {widths[1]}"
     lengths = (call.query.shape[-3], call.key.shape[-3])
-    if call.is_causal and lengths[0] != lengths[1]:
-        return f"causal attention has as many keys as queries, got {lengths[1]} and {lengths[0]}"
+    if not call.in_order(estimator.exact_bandwidth):
+        return None
+    mode = "causal or packed attention, or with an exact band,"
+    if lengths[0] != lengths[1]:
+        return f"{mode} has as many keys as queries, got {lengths[1]} and {lengths[0]}"
     num_rows = form.rows.shape[-2] * (2 if form.is_paired else 1)
-    if call.is_causal and ({*widths} != {CAUSAL_WIDTH} or num_rows > CAUSAL_ROWS):
+    if {*widths} != {WIDTH_IN_ORDER} or num_rows > ROWS_IN_ORDER:
         return (
-            f"causal attention has heads {CAUSAL_WIDTH} wide and at most {CAUSAL_ROWS} rows of W, "
+            f"{mode} has heads {WIDTH_IN_ORDER} wide and at most {ROWS_IN_ORDER} rows of W, "
             f"got {widths[0]} and {widths[1]}, and {num_rows}"
         )
+    most = lengths[0] * (1 if call.segment_ids is None else 2 + (estimator.exact_bandwidth or 0))
+    if most >= MOST_POSITIONS:
+        return f"positions in float32 must be less than {MOST_POSITIONS}, got up to {most}"
     return None

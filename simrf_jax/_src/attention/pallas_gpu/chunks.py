@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from simrf_jax._src.attention.pallas_gpu import flash
 from simrf_jax._src.attention.pallas_gpu.flash import LARGEST, LEAST, Read
 from simrf_jax._src.attention.pallas_gpu.kernels import (
+    OWN,
     REGISTERS,
     REGISTERS_TO_LOAD,
     SMS,
@@ -42,6 +43,7 @@ from simrf_jax._src.attention.pallas_gpu.kernels import (
     load_in_turn,
     slot_of,
 )
+from simrf_jax._src.attention.pallas_gpu.operands import NO_SEGMENT
 from simrf_jax._src.attention.pallas_gpu.tiles import (
     TILE,
     Place,
@@ -55,7 +57,7 @@ from simrf_jax._src.attention.pallas_gpu.tiles import (
 )
 from simrf_jax._src.attention.pallas_inputs import LOG2E
 
-CHUNK = ROWS = TILE * WARP_GROUPS
+CHUNK = ROWS = OWN
 LEAST_CHUNKS = 4  # Of a program; fewer would not repay the work of another one.
 LIMIT = 100.0  # Exponents further below their unit may be too small.
 
@@ -64,34 +66,52 @@ class Operands(NamedTuple):
     """The arrays of a call.
 
     Attributes:
-      query: ``[B, T, N, H]``.
-      keys: The same number of keys, their values and their terms; minus infinity hides a key, and
-        NaN marks one that is not finite or has a value that is not.
+      queries: Queries, and numbers of the segments of packed sequences, if there are any.
+      keys: Keys, their values and their terms; minus infinity hides a key, and NaN marks one that
+        is not finite or has a value that is not. Numbers of segments follow those of the queries.
       query_rows: W of queries, to base 2, as parts ``[1, 1 or K, ROWS, H]``.
       key_rows: W of keys.
       row_terms: Logarithms of what multiplies the features of a row, ``[1, 1 or K, ROWS]``.
     """
 
-    query: jax.Array
+    queries: Side
     keys: Side
     query_rows: tuple[jax.Array, ...]
     key_rows: tuple[jax.Array, ...]
     row_terms: jax.Array
 
+    def scan(self, own: Side, others: Side, rows: Side, start: int, **options: Any) -> Scan:
+        """Returns a kernel.
 
-def attend(operands: Operands, interpret: Any) -> Read:
-    """Lets each query attend to the keys up to its own.
+        Args:
+          own: As in ``Scan``.
+          others: As in ``Scan``.
+          rows: As in ``Scan``.
+          start: Position of the other token that is in the place of the first own one.
+          options: Other fields of ``Scan``.
+        """
+        own, others = own.since(max(0, -start)), others.since(max(0, start))
+        return Scan(own, others, rows, is_packed=len(self.queries.numbers) > 0, **options)
 
-    A key or a value that is not finite turns the outputs from its own query on into NaN, and a
-    query that is not, its own output.
+
+def attend(
+    operands: Operands, interpret: Any, *, start: int = 0, is_reversed: bool = False
+) -> Read:
+    """Lets each query attend to the keys up to the one in its place, or from it on.
+
+    A key or a value that is not finite turns the outputs of the queries that see it into NaN, and
+    a query that is not, its own output.
 
     Args:
       operands: The arrays.
       interpret: Parameters of the interpreter, or None to compile.
+      start: Position of the key that is in the place of the first query, a multiple of
+        ``MULTIPLE``, maybe negative.
+      is_reversed: True to attend to the keys from that in the query's place on.
     """
-    query, keys, query_rows, key_rows, row_terms = operands
+    queries, keys, query_rows, key_rows, row_terms = operands
     rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    scan = Scan(Side(True, (query,)), keys, rows, stages=2)
+    scan = operands.scan(queries, keys, rows, start, stages=2, is_reversed=is_reversed)
     return Read(*scan.run(Attention, interpret))
 
 
@@ -102,10 +122,13 @@ class Scan:
     Attributes:
       own: Tokens for which there are results. A kernel overwrites their first vectors in shared
         memory by vectors that result, and each token has one number that results.
-      others: The same number of tokens that they see, and their values.
+      others: Tokens, and their values. Each own token sees those up to the one in its place.
       rows: Rows of W of the own tokens and of the others, two parts each, and their terms.
       stages: Chunks that are loaded at once.
-      is_reversed: True to go from the last chunk to the first one.
+      is_reversed: True to go from the last chunk to the first one, so that each own token sees
+        the others from the one in its place on.
+      is_packed: True if the last numbers of both sides are those of segments of packed sequences.
+        An own token sees only others of its segment.
     """
 
     own: Side
@@ -113,25 +136,24 @@ class Scan:
     rows: Side
     stages: int
     is_reversed: bool = False
+    is_packed: bool = False
 
     @property
-    def tokens(self) -> Side:
-        """The own tokens and the others."""
-        own, others = self.own, self.others
-        vectors, numbers = own.vectors + others.vectors, own.numbers + others.numbers
-        return Side(True, vectors, numbers, own.fills + others.fills)
+    def length(self) -> int:
+        """Number of own tokens that have a token in their place; the next ones see nothing."""
+        return min(self.own.length, self.others.length)
 
     @property
     def parts(self) -> int:
         """Number of programs that share the chunks of a head."""
         num_programs = self.own.vectors[0].shape[0] * self.num_heads
-        num_chunks = ceil_div(self.own.length, CHUNK)
+        num_chunks = ceil_div(self.length, CHUNK)
         return max(1, min(SMS // num_programs, num_chunks // LEAST_CHUNKS))
 
     @property
     def num_chunks(self) -> int:
         """Number of chunks of a program."""
-        return ceil_div(self.own.length, CHUNK * self.parts)
+        return ceil_div(self.length, CHUNK * self.parts)
 
     @property
     def num_heads(self) -> int:
@@ -146,10 +168,10 @@ class Scan:
           interpret: Parameters of the interpreter, or None to compile.
 
         Returns:
-          Vectors ``[B, length, N, dim]``, and numbers ``[B, N, padded length]``.
+          Vectors ``[B, length, N, dim]``, and numbers ``[B, N, length]``.
         """
-        tokens, rows, num, stages = self.tokens, self.rows, self.num_chunks, self.stages
-        batch = tokens.vectors[0].shape[0]
+        own, others, rows, stages = self.own, self.others, self.rows, self.stages
+        batch, num = own.vectors[0].shape[0], self.num_chunks
         before = self._before(program, interpret) if self.parts > 1 else []
 
         def kernel(
@@ -179,14 +201,17 @@ class Scan:
                 rows.copy(place, 0, row_refs, row_tiles, loaded)
                 if before:
                     of_part = Place(part * batch + place.batch, place.head, self.num_heads)
-                    units, _, _, offsets, _ = memory["numbers"]
-                    targets = memory["means"], units, offsets  # Some others have no offsets.
+                    units, _, _, offsets, flags = memory["numbers"]
+                    targets = [memory["means"], units, *([flags] if self.is_packed else [])]
+                    targets.append(offsets)  # Which some others do not have.
                     for source, target in zip(before_refs, targets, strict=False):
                         plgpu.copy_gmem_to_smem(of_part.of(source, 0, ROWS), target, loaded)
 
                 def load(step: Any, _: int, slot: Any) -> None:
                     targets = [x.at[slot] for x in tiles]
-                    tokens.copy(place, start(step), token_refs, targets, full.at[slot])
+                    both = zip(self._split(token_refs), self._split(targets), strict=True)
+                    for side, (refs, to) in zip((own, others), both, strict=True):
+                        side.copy(place, start(step), refs, to, full.at[slot])
 
                 load_in_turn(load, free, num, stages)
 
@@ -200,13 +225,15 @@ class Scan:
                 def step(i: jax.Array, state: Any) -> Any:
                     slot = slot_of(i, stages)
                     plgpu.barrier_wait(full.at[slot])
-                    own, others = self._split([x.at[slot] for x in tiles], mine.half)
-                    state = mine.advance(state, own, others)
+                    of_own, of_others = self._split([x.at[slot] for x in tiles])
+                    tile = own.tile([x.at[mine.half] for x in of_own])
+                    state = mine.advance(state, tile, others.tile(of_others))
                     first = start(i) + group * TILE
                     *vector_refs, number_ref = out_refs
                     # Those that result are in the place of the first ones.
-                    for x, ref in zip(own.vectors, vector_refs, strict=False):
-                        plgpu.copy_smem_to_gmem(x, place.of(ref, first, TILE, are_tokens=True))
+                    for x, ref in zip(tile.vectors, vector_refs, strict=False):
+                        target = place.of(ref, own.start + first, TILE, are_tokens=True)
+                        plgpu.copy_smem_to_gmem(x, target)
                     number = memory["found"].at[group]
                     plgpu.copy_smem_to_gmem(number, place.of(number_ref, first, TILE))
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -217,22 +244,45 @@ class Scan:
                 plgpu.barrier_wait(memory["have_read"])
                 plgpu.wait_smem_to_gmem(0)
 
-        arrays = [*tokens.arrays(self.parts * num * CHUNK), *rows.arrays(0), *before]
+        covered = self.parts * num * CHUNK
+        arrays = [*own.arrays(covered), *others.arrays(covered), *rows.arrays(0), *before]
         outputs, scratch = self._outputs(program), self._memory(len(before))
         grid = (batch, self.num_heads, self.parts, 1)
-        return launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
+        found = launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
+        return self._fill(*found, fill=program.fill)
+
+    def _fill(self, *found: jax.Array, fill: float) -> tuple[jax.Array, ...]:
+        """Returns the results of all tokens, zeros and ``fill`` where nothing is seen."""
+        *vectors, numbers = found
+        before, length = self.own.start, self.own.start + self.own.length
+        after = length - before - self.length
+        numbers = jnp.pad(
+            numbers[..., : self.length],
+            [(0, 0), (0, 0), (before, after)],
+            constant_values=fill,
+        )
+        if before or after:
+            position = jnp.arange(length)[None, :, None, None]
+            has_result = (position >= before) & (position < length - after)
+            vectors = [jnp.where(has_result, x, 0) for x in vectors]
+        return *vectors, numbers
 
     def _before(self, program: type[Program], interpret: Any) -> list[jax.Array]:
         """Returns the state of the rows before the first chunk of each part.
 
-        It has means of the values, ``[parts * B, heads, ROWS, D]``, log-sum-exps and, if the others
-        have them, means of the offsets.
+        It has means of the values, ``[parts * B, heads, ROWS, D]``, log-sum-exps and, if there are
+        such numbers, segments and means of the offsets.
         """
         others, rows = self.others, Side(False, self.rows.vectors[2:])
-        terms, *offsets = others.numbers
-        vectors, values = others.vectors
+        terms, *offsets = (x[..., : self.length] for x in others.numbers)
+        last_segments = None
+        if self.is_packed:
+            *offsets, segments = offsets
+            terms, last_segments = self._of_last_segments(terms, segments)
+        last = others.start + self.length
+        vectors, values = (x[:, others.start : last] for x in others.vectors)
         if program.hides_what_is_not_finite:  # 0 * NaN is not 0.
-            is_some = jnp.swapaxes(terms != -jnp.inf, 1, 2)[:, : others.length, :, None]
+            is_some = jnp.swapaxes(terms != -jnp.inf, 1, 2)[..., None]
             vectors, values = (jnp.where(is_some, x, 0) for x in (vectors, values))
 
         def attend(values: jax.Array) -> Read:
@@ -246,7 +296,7 @@ class Scan:
             found.append(attend(_as_vectors(offsets[0], values))[0][..., :3])
         if self.is_reversed:
             lse, *found = (jnp.flip(x, axis=0) for x in (lse, *found))
-        weights, lse = _weights_of_parts_before(lse)
+        weights, lse = _weights_of_parts_before(lse, last_segments)
         # flash turns all that is not finite into NaN, also of parts that are not before.
         means, *offsets = (
             jnp.einsum(
@@ -255,11 +305,36 @@ class Scan:
             for x in found
         )
         state = [means.astype(jnp.bfloat16), lse, *(jnp.sum(x, axis=-1) for x in offsets)]
+        if last_segments is not None:
+            before = jnp.roll(last_segments, 1, axis=0).at[0].set(NO_SEGMENT)
+            before = jnp.broadcast_to(before[..., None, None], (*before.shape, 1, ROWS))
+            state.insert(2, before)
         return [x.reshape(-1, *x.shape[2:]) for x in state]
+
+    def _of_last_segments(
+        self, terms: jax.Array, segments: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns terms that show of each part only its last segment, and the numbers of these.
+
+        Args:
+          terms: ``[B, heads, length]``.
+          segments: ``[B, 1, length]``.
+
+        Returns:
+          The terms, and the last segments ``[parts, B]`` in the order of the kernel.
+        """
+        size = self.num_chunks * CHUNK
+        padding = [(0, 0), (0, 0), (0, self.parts * size - self.length)]
+        of_parts = jnp.pad(segments, padding, mode="edge")
+        of_parts = of_parts.reshape(len(segments), 1, self.parts, size)
+        last = of_parts[..., :1] if self.is_reversed else of_parts[..., -1:]
+        is_last = (of_parts == last).reshape(len(segments), 1, -1)[..., : self.length]
+        last = last[:, 0, :, 0].T
+        return jnp.where(is_last, terms, -jnp.inf), last[::-1] if self.is_reversed else last
 
     def _outputs(self, program: type[Program]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the arrays that result."""
-        batch, length = self.own.vectors[0].shape[:2]
+        batch, length = self.own.vectors[0].shape[:2]  # Not all of which have results.
         # A copy would write the numbers of chunks after the last one to the next head.
         covered = self.parts * self.num_chunks * CHUNK
         vectors = [
@@ -270,10 +345,11 @@ class Scan:
 
     def _memory(self, num_before: int) -> dict[str, Any]:
         """Returns the shared memory and the barriers, for a number of arrays of the state."""
-        tokens, rows, stages = self.tokens, self.rows, self.stages
+        own, others, rows, stages = self.own, self.others, self.rows, self.stages
+        num_arrays = len(own.arrays(0)) + len(others.arrays(0))
         return {
             "row_tiles": rows.memory(ROWS),
-            "tiles": tokens.memory(stages, CHUNK),
+            "tiles": own.memory(stages, CHUNK) + others.memory(stages, CHUNK),
             "means": memory(ROWS, self.others.vectors[1].shape[-1]),
             "features": memory(ROWS, CHUNK),
             # Of rows: units, weights and exponents of the state, its offsets, and flags.
@@ -281,32 +357,35 @@ class Scan:
             "of_other": plgpu.SMEM((2, ROWS), jnp.float32),
             "found": plgpu.SMEM((WARP_GROUPS, TILE), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=len(rows.arrays(0)) + num_before),
-            "full": plgpu.Barrier(num_arrivals=len(tokens.arrays(0)), num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=num_arrays, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=WARP_GROUPS, num_barriers=stages),
             "written": plgpu.Barrier(num_arrivals=WARP_GROUPS),
             "have_read": plgpu.Barrier(num_arrivals=WARP_GROUPS),
         }
 
-    def _split(self, refs: Sequence[Any], half: Any) -> tuple[Tile, Tile]:
-        """Returns the own half of a chunk of own tokens, and the chunk of the others."""
-        tile = self.tokens.tile(refs)
-        num, numbers = len(self.own.vectors), len(self.own.numbers)
-        own = Tile(
-            [x.at[half] for x in tile.vectors[:num]], [x.at[half] for x in tile.numbers[:numbers]]
-        )
-        return own, Tile(tile.vectors[num:], tile.numbers[numbers:])
+    def _split(self, refs: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Returns references of the own tokens, and of the others."""
+        num = len(self.own.vectors) + len(self.own.numbers)
+        return refs[:num], refs[num:]
 
 
-def _weights_of_parts_before(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _weights_of_parts_before(
+    lse: jax.Array, last_segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Returns the weights of all parts before each part, along the first axes, and their sum.
 
     Args:
-      lse: Log-sum-exps of what rows have read of each part.
+      lse: Log-sum-exps of what rows have read of each part, ``[parts, B, heads, ROWS]``.
+      last_segments: Number of the last segment of each part, ``[parts, B]``, which alone has been
+        read; or None.
 
     Returns:
       The weights, which sum to one, and the log-sum-exps of the parts before each part.
     """
-    is_before = jnp.tri(len(lse), k=-1, dtype=bool)[..., None, None, None]
+    is_before = jnp.tri(len(lse), k=-1, dtype=bool)[..., None]
+    if last_segments is not None:  # That of the part just before.
+        is_before &= last_segments[None] == jnp.roll(last_segments, 1, axis=0)[:, None]
+    is_before = is_before[..., None, None]
     of_parts = jnp.where(is_before, lse, -jnp.inf)
     top = jnp.max(of_parts, axis=1)
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -331,6 +410,7 @@ class Program(abc.ABC):
     Attributes:
       name: Name of the kernel in a profile.
       num_vectors: Number of vectors that result.
+      fill: Number of a token that sees nothing.
       hides_what_is_not_finite: True if others with a term of minus infinity may not be finite.
       scan: The kernel.
       group: Number of the warp group.
@@ -339,6 +419,7 @@ class Program(abc.ABC):
 
     name: ClassVar[str]
     num_vectors: ClassVar[int] = 1
+    fill: ClassVar[float] = 0.0
     hides_what_is_not_finite: ClassVar[bool] = False
 
     def __init__(
@@ -375,24 +456,32 @@ class Program(abc.ABC):
     def start(self) -> Any:
         """Returns the state of the own rows before the first chunk.
 
-        It has sums of values, their denominators and maxima as in ``flash``, and sums of offsets.
+        It has sums of values, their denominators and maxima as in ``flash``, sums of offsets, and
+        the number of the segment of the last token.
         """
-        dim = self.means.shape[-1]
+        dim, is_packed = self.means.shape[-1], self.scan.is_packed
         if self.scan.parts == 1:
-            return zeros(TILE, dim), zeros(TILE), zeros(TILE) + LEAST, zeros(TILE)
+            segment = jnp.float32(NO_SEGMENT) if is_packed else None
+            return zeros(TILE, dim), zeros(TILE), zeros(TILE) + LEAST, zeros(TILE), segment
         lse = read(self.units.at[self.half], 0)
         means = read(self.means.at[self.half]).astype(jnp.float32)
-        means += along(jnp.where(lse < jnp.inf, 0.0, jnp.nan), 0, means.shape)
         is_some = lse > LEAST
         top = jnp.where(is_some, lse, LEAST)
         offset = zeros(TILE)
-        if len(self.scan.others.numbers) > 1:
+        if self.has_offsets:
             offset += jnp.where(is_some, read(self.offsets.at[self.half], 0), 0.0)
-        return means, jnp.where(is_some, 1.0, 0.0), top, offset
+        segment = self.flags[self.group * TILE] if is_packed else None
+        denominator = jnp.where(lse < jnp.inf, jnp.where(is_some, 1.0, 0.0), jnp.nan)
+        return means, denominator, top, offset, segment
+
+    @property
+    def has_offsets(self) -> bool:
+        """True if the others have offsets."""
+        return len(self.scan.others.numbers) > 1 + self.scan.is_packed
 
     def advance(self, state: Any, own: Tile, others: Tile) -> Any:
         """Writes the results of the own tokens, and returns the state after the others."""
-        total, denominator, top, offset = state
+        total, denominator, top, offset, self.segment = state
         exponents = self.exponents_of(others.vectors[0], others.numbers[0])
         square = exponents.shape
         unit = jnp.maximum(top, exponents.max(axis=1))
@@ -401,12 +490,15 @@ class Program(abc.ABC):
         nothing = denominator == 0
         some = jnp.where(nothing, 1.0, denominator)
         of_state = top + jnp.log(some) * LOG2E
-        below = jnp.maximum(below, jnp.where(nothing, 0.0, unit - of_state))
+        # A denominator of NaN tells that the state has a token that is not finite.
+        has_some = denominator > 0
+        below = jnp.maximum(below, jnp.where(has_some, unit - of_state, 0.0))
+        inverse = jnp.where(has_some, 1 / some, 0.0)
         features = jnp.exp2(exponents - along(unit, 0, square)).astype(jnp.bfloat16)
         row_terms = read(self.row_terms.at[self.half], 0)
         plgpu.barrier_wait(self.have_read)
         self.features.at[self.half][...] = features
-        self.means.at[self.half][...] = (total * along(1 / some, 0, total.shape)).astype(
+        self.means.at[self.half][...] = (total * along(inverse, 0, total.shape)).astype(
             jnp.bfloat16
         )
         self.units.at[self.half][...] = unit + row_terms
@@ -416,16 +508,27 @@ class Program(abc.ABC):
         self.flags.at[self.half][...] = jnp.where(below > LIMIT, 1.0, 0.0)
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.written)
+        segment = self.segment
+        if self.scan.is_packed:
+            segment = others.numbers[-1][0 if self.scan.is_reversed else CHUNK - 1]
+            is_last = along(read(others.numbers[-1], 1), 1, square) == segment
+            exponents = jnp.where(is_last, exponents, -jnp.inf)
+            # A state that ends is shrunk to nothing, and its denominator may be NaN.
+            goes_on = zeros(TILE) + segment == self.segment
+            denominator = jnp.where(goes_on, denominator, 0.0)
+            top = jnp.where(goes_on, top, LEAST)
+            unit = jnp.maximum(top, exponents.max(axis=1))
+            features = jnp.exp2(exponents - along(unit, 0, square)).astype(jnp.bfloat16)
         shrink = jnp.exp2(top - unit)
         features = features.astype(jnp.float32)
         denominator = denominator * shrink + features.sum(axis=1)
-        if len(others.numbers) > 1:
+        if self.has_offsets:
             offset = offset * shrink
             offset += (features * along(read(others.numbers[1], 1), 1, square)).sum(axis=1)
         total *= along(shrink, 0, total.shape)
         total = add_weighted(total, features, others.vectors[1], self.interpret)
         plgpu.barrier_wait(self.written)
-        found = self.largest_flag(others.numbers[0])
+        found = self.largest_flag(others, segment)
 
         @pl.when(found == 0)
         def _() -> None:
@@ -437,8 +540,8 @@ class Program(abc.ABC):
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.have_read)
-        total += jnp.where(found > 1, jnp.nan, 0.0)
-        return total, denominator, unit, offset
+        denominator += jnp.where(found > 2, jnp.nan, 0.0)
+        return total, denominator, unit, offset, segment
 
     def exponents_of(self, vectors: Any, terms: Any) -> jax.Array:
         """Returns the exponents of the features of other tokens, of the own rows."""
@@ -447,22 +550,37 @@ class Program(abc.ABC):
         # Keys that are not finite have terms of NaN.
         return jnp.where(terms > -jnp.inf, logits + terms, -jnp.inf)
 
-    def largest_flag(self, terms: Any) -> jax.Array:
-        """Returns 2 if a token is not finite, 1 if a row has a flag, and 0 otherwise."""
-        terms = read(terms, 1)
-        flags = jnp.maximum(read(self.flags, 1), jnp.where(terms == terms, 0.0, 2.0))
+    def largest_flag(self, others: Tile, segment: Any) -> jax.Array:
+        """Returns 1 if a row has a flag, 2 if a token is not finite, and 3 if the state sees it."""
+        terms = read(others.numbers[0], 1)
+        bad = jnp.where(terms == terms, 0.0, 3.0)
+        if self.scan.is_packed:
+            bad = jnp.where(read(others.numbers[-1], 1) == segment, bad, jnp.minimum(bad, 2.0))
+        flags = jnp.maximum(read(self.flags, 1), bad)
         own = self.found.at[self.group]
         # Rows of a matrix that are all the same, because a maximum over an axis is at hand.
         own[...] = along(flags, 1, (TILE, CHUNK)).max(axis=1)
         plgpu.commit_smem()
         return self.found[self.group, 0]
 
-    def is_visible(self, start: int, size: int) -> jax.Array:
+    def is_visible(self, own: Tile, others: Tile, start: int, size: int) -> jax.Array:
         """Returns which of some others of the chunk the own tokens see, ``[TILE, size]``."""
-        own, others = (_iota((TILE, size), axis) for axis in (0, 1))
-        own += self.group * TILE
-        others += start
-        return others >= own if self.scan.is_reversed else others <= own
+        square = (TILE, size)
+        mine, theirs = (_iota(square, axis) for axis in (0, 1))
+        mine += self.group * TILE
+        theirs += start
+        found = theirs >= mine if self.scan.is_reversed else theirs <= mine
+        if not self.scan.is_packed:
+            return found
+        of_others = read(others.numbers[-1].at[pl.ds(start, size)], 1)
+        return found & (along(read(own.numbers[-1], 0), 0, square) == along(of_others, 1, square))
+
+    def of_state(self, own: Tile, x: jax.Array, otherwise: float) -> jax.Array:
+        """Returns ``[TILE, rows]`` where the own tokens see the state, and a number elsewhere."""
+        if not self.scan.is_packed:
+            return x
+        is_seen = read(own.numbers[-1], 0) == self.segment
+        return jnp.where(along(jnp.where(is_seen, 1.0, 0.0), 0, x.shape) > 0, x, otherwise)
 
     def wait(self) -> None:
         """Waits for the other warp group."""
@@ -494,6 +612,7 @@ class Attention(Program):
     """The outputs of queries, and their log-sum-exps."""
 
     name = "causal_pass"
+    fill = -jnp.inf
 
     def in_units(self, own: Tile, others: Tile) -> None:
         logits = products(own.vectors, self.own_rows)
@@ -501,6 +620,7 @@ class Attention(Program):
         top = logits.max(axis=1)
         weights = jnp.exp2(logits - along(top, 0, logits.shape))
         of_state = weights * along(read(self.weights, 1), 1, logits.shape)
+        of_state = self.of_state(own, of_state, 0.0)
         denominator = of_state.sum(axis=1)
         total = zeros(TILE, self.means.shape[-1])
         total = add_weighted(total, of_state, self.means, self.interpret)
@@ -509,7 +629,7 @@ class Attention(Program):
             keys = pl.ds(start, TILE)
             features = self.features.at[:, keys]
             pairs = add_weighted(zeros(TILE, TILE), weights, features, self.interpret)
-            pairs = jnp.where(self.is_visible(start, TILE), pairs, 0.0)
+            pairs = jnp.where(self.is_visible(own, others, start, TILE), pairs, 0.0)
             denominator += pairs.sum(axis=1)
             total = add_weighted(total, pairs, others.vectors[1].at[keys], self.interpret)
         self.write(own, (total, denominator, top), zeros(TILE))
@@ -519,6 +639,7 @@ class Attention(Program):
         self.hide(value)
         logits = products(own.vectors, self.own_rows)
         of_state = logits + along(read(self.exponents, 1), 1, logits.shape)
+        of_state = self.of_state(own, of_state, -jnp.inf)
         sums = zeros(TILE, self.means.shape[-1]), zeros(TILE), zeros(TILE) + LEAST
         sums = flash.add(sums, of_state, self.means, self.interpret)
         logits += along(read(self.row_terms, 1), 1, logits.shape)
@@ -534,10 +655,10 @@ class Attention(Program):
             keys = pl.ds(start, TILE)
             exponents = self.exponents_of(key.at[keys], others.numbers[0].at[keys])
             pairs = self.one_by_one(exponents, zeros(*square), add)
-            pairs = jnp.where(self.is_visible(start, TILE), pairs, -jnp.inf)
+            pairs = jnp.where(self.is_visible(own, others, start, TILE), pairs, -jnp.inf)
             sums = flash.add(sums, pairs, value.at[keys], self.interpret)
         terms = along(read(others.numbers[0], 1), 1, (TILE, CHUNK))
-        is_bad = self.is_visible(0, CHUNK) & (terms != terms)
+        is_bad = self.is_visible(own, others, 0, CHUNK) & (terms != terms)
         self.write(own, sums, jnp.where(is_bad, jnp.nan, 0.0).sum(axis=1))
 
     def hide(self, value: Any) -> None:

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from simrf_jax._src.attention.pallas_gpu.chunks import CHUNK, LIMIT, Operands, Program, Scan
+from simrf_jax._src.attention.pallas_gpu.chunks import CHUNK, LIMIT, Operands, Program
 from simrf_jax._src.attention.pallas_gpu.flash import Read
-from simrf_jax._src.attention.pallas_gpu.gradient import LN2
+from simrf_jax._src.attention.pallas_gpu.gradient import LN2, OfOutputs, side_of
 from simrf_jax._src.attention.pallas_gpu.kernels import Side, Tile
 from simrf_jax._src.attention.pallas_gpu.tiles import (
     TILE,
@@ -34,48 +34,77 @@ from simrf_jax._src.attention.pallas_gpu.tiles import (
 
 
 class Gradients(NamedTuple):
-    """Gradients of tokens, in their layouts, and of the terms of the keys, ``[B, K, padded S]``."""
+    """Gradients of an attention.
+
+    Attributes:
+      query: In the layout of the queries, as are those of keys and values.
+      key: In float32.
+      value: In float32.
+      terms: Those of the terms of the keys, ``[B, K, S]``.
+      query_terms: Those of terms of the queries, ``[B, N, T]``.
+    """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
     terms: jax.Array
+    query_terms: jax.Array
 
 
-def gradients(operands: Operands, found: Read, of_out: jax.Array, interpret: Any) -> Gradients:
+def gradients(
+    operands: Operands,
+    found: Read,
+    of_out: jax.Array,
+    interpret: Any,
+    *,
+    start: int,
+    is_reversed: bool,
+) -> Gradients:
     """Returns the gradients of all but the rows.
 
     Args:
       operands: The arrays.
-      found: Result of ``chunks.attend``.
-      of_out: Gradient of its outputs.
+      found: Outputs and log-sum-exps of all that the queries read, by ``chunks.attend`` or also of
+        other keys.
+      of_out: Gradient of the outputs.
       interpret: Parameters of the interpreter, or None to compile.
+      start: Position of the key, as in ``chunks.attend``.
+      is_reversed: As in ``chunks.attend``.
     """
-    query, keys, query_rows, key_rows, row_terms = operands
-    length = query.shape[1]
-    is_good = jnp.isfinite(found.lse)
-    offset = jnp.where(is_good, -found.lse, -jnp.inf)
-    is_good = jnp.swapaxes(is_good[..., :length], 1, 2)[..., None]
-    means = jnp.where(is_good, of_out.astype(jnp.float32) * found.out, 0)
-    means = jnp.swapaxes(jnp.sum(means, axis=-1), 1, 2)
-    of_out = jnp.where(is_good, of_out, 0)  # 0 * NaN is not 0.
-    (terms,) = keys.numbers
+    queries, keys, query_rows, key_rows, row_terms = operands
+    _, *of_queries, of_out = OfOutputs.of(*found, of_out)
+    terms, *segments = keys.numbers
     terms = jnp.where(jnp.isnan(terms), -jnp.inf, terms)
-    keys = keys._replace(numbers=(terms,))
-    queries = Side(True, (query, of_out), (offset, means), (-jnp.inf, 0.0))
+    keys = keys._replace(numbers=(terms, *segments))
+    side = side_of(True, queries.vectors, of_out, *of_queries)
+    numbers, fills = side.numbers + queries.numbers, side.fills + queries.fills
+    queries = side._replace(numbers=numbers, fills=fills)
     rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    of_query, _ = Scan(queries, keys, rows, stages=1).run(OfQueries, interpret)
+    scan = operands.scan(queries, keys, rows, start, stages=1, is_reversed=is_reversed)
+    of_query, of_query_terms = scan.run(OfQueries, interpret)
     rows = rows._replace(vectors=(*key_rows, *query_rows))
-    scan = Scan(keys, queries, rows, stages=1, is_reversed=True)
+    scan = operands.scan(keys, queries, rows, -start, stages=1, is_reversed=not is_reversed)
     of_key, of_value, of_terms = scan.run(OfKeys, interpret)
-    num_key_heads = keys.vectors[0].shape[2]
+    of_keys = summed((of_key, of_value, of_terms), keys.vectors[0].shape[2])
+    return Gradients(of_query, *of_keys, of_query_terms * LN2)
 
-    def summed(x: jax.Array, axis: int) -> jax.Array:
-        """Sums over the query heads that share a key head."""
+
+def summed(
+    of_keys: tuple[jax.Array, ...], num_key_heads: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns sums over the query heads that share a key head, in float32.
+
+    Args:
+      of_keys: Gradients of keys, values and terms, of the terms to base 2.
+      num_key_heads: Number of key heads.
+    """
+
+    def of(x: jax.Array, axis: int) -> jax.Array:
         shape = (*x.shape[:axis], num_key_heads, -1, *x.shape[axis + 1 :])
         return jnp.sum(x.reshape(shape), axis=axis + 1, dtype=jnp.float32)
 
-    return Gradients(of_query, summed(of_key, 2), summed(of_value, 2), summed(of_terms, 1) * LN2)
+    of_key, of_value, of_terms = of_keys
+    return of(of_key, 2), of(of_value, 2), of(of_terms, 1) * LN2
 
 
 class _Gradient(Program):
@@ -91,25 +120,27 @@ class _Gradient(Program):
 
     def of_weights(self, own: Tile, others: Tile, start: int) -> jax.Array:
         """Returns the gradients of the weights of others from ``start`` on, ``[TILE, TILE]``."""
+        chunk = others
         others = Tile(*([x.at[pl.ds(start, TILE)] for x in refs] for refs in others))
-        found = products(own.vectors[1:], others.vectors[1:])
+        found = products(own.vectors[1:], others.vectors[1:2])
         found -= self.offset(own, others, found.shape)
-        return jnp.where(self.is_visible(start, TILE), found, 0.0)
+        return jnp.where(self.is_visible(own, chunk, start, TILE), found, 0.0)
 
-    def of_state(self, own: Tile) -> jax.Array:
+    def of_state_weights(self, own: Tile) -> jax.Array:
         """Returns the gradients of the weights of the state, ``[TILE, rows]``."""
         found = products(own.vectors[1:], [self.means])
         return found - self.offset(own, Tile([], [None, self.offsets]), found.shape)
 
     def offset(self, own: Tile, others: Tile, shape: tuple[int, ...]) -> jax.Array:
         """Returns what the gradients of weights have less than products."""
-        if self.scan.is_reversed:
+        if self.num_vectors > 1:  # The others are queries.
             return along(read(others.numbers[1], 1), 1, shape)
         return along(read(own.numbers[1], 0), 0, shape)
 
     def in_units(self, own: Tile, others: Tile) -> None:
-        of_exponents = self.of_state(own)
+        of_exponents = self.of_state_weights(own)
         of_state = along(read(self.weights, 1), 1, of_exponents.shape)
+        of_state = self.of_state(own, of_state, 0.0)
         of_exponents *= of_state
         for start in range(0, CHUNK, TILE):
             of_weights = self.of_weights(own, others, start)
@@ -129,18 +160,18 @@ class _Gradient(Program):
                 others_of_step = pl.ds(start, TILE)
                 features = self.features.at[:, others_of_step]
                 pairs = add_weighted(zeros(TILE, TILE), weights, features, self.interpret)
-                of_value = self.add_visible(of_value, pairs, others, start)
+                of_value = self.add_visible(of_value, pairs, own, others, start)
         self.write(own, of_exponents, of_value)
 
     def by_pairs(self, own: Tile, others: Tile) -> None:
         exponents = self.exponents_of_own(own)
         weights = exponents + along(read(self.exponents, 1), 1, exponents.shape)
-        weights = jnp.exp2(jnp.minimum(weights, LIMIT))
+        weights = self.of_state(own, jnp.exp2(jnp.minimum(weights, LIMIT)), 0.0)
         of_value = None
         if self.num_vectors > 1:
             of_value = zeros(TILE, self.means.shape[-1])
             of_value = add_weighted(of_value, weights, self.means, self.interpret)
-        of_exponents = jnp.where(weights > 0, weights * self.of_state(own), 0.0)
+        of_exponents = jnp.where(weights > 0, weights * self.of_state_weights(own), 0.0)
         exponents += along(read(self.row_terms, 1), 1, exponents.shape)
         for start in range(0, CHUNK, TILE):
             of_weights = self.of_weights(own, others, start)
@@ -163,12 +194,14 @@ class _Gradient(Program):
             pairs = None if of_value is None else zeros(TILE, TILE)
             of_exponents, pairs = self.one_by_one(of_others, (of_exponents, pairs), add)
             if pairs is not None:
-                of_value = self.add_visible(of_value, pairs, others, start)
+                of_value = self.add_visible(of_value, pairs, own, others, start)
         self.write(own, of_exponents, of_value)
 
-    def add_visible(self, total: Any, pairs: jax.Array, others: Tile, start: int) -> jax.Array:
+    def add_visible(
+        self, total: Any, pairs: jax.Array, own: Tile, others: Tile, start: int
+    ) -> jax.Array:
         """Adds the sums of the others' vectors with the weights of pairs."""
-        pairs = jnp.where(self.is_visible(start, TILE), pairs, 0.0)
+        pairs = jnp.where(self.is_visible(own, others, start, TILE), pairs, 0.0)
         return add_weighted(total, pairs, others.vectors[1].at[pl.ds(start, TILE)], self.interpret)
 
     def write(self, own: Tile, of_exponents: jax.Array, of_value: jax.Array | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from simrf_jax._src.attention.pallas_gpu.kernels import Reduction, Side, Tile, reduce
+from simrf_jax._src.attention.pallas_gpu.kernels import Band, Reduction, Side, Tile, reduce
 from simrf_jax._src.attention.pallas_gpu.tiles import (
     TILE,
     add_weighted,
@@ -36,8 +36,10 @@ class Read(NamedTuple):
     lse: jax.Array
 
 
-def attend(rows: Side, keys: Side, num_heads: int, interpret: Any) -> Read:
-    """Lets each row attend to all keys.
+def attend(
+    rows: Side, keys: Side, num_heads: int, interpret: Any, *, band: Band | None = None
+) -> Read:
+    """Lets each row attend to all keys, or to those in a band.
 
     A row or a value that is not finite turns the outputs of the row, or of all rows, into NaN. The
     keys must be finite, except those whose terms are NaN.
@@ -48,13 +50,20 @@ def attend(rows: Side, keys: Side, num_heads: int, interpret: Any) -> Read:
         and terms to add to the logits, of which minus infinity hides a key.
       num_heads: Number of heads of the rows.
       interpret: Parameters of the interpreter, or None to compile.
+      band: The band, for tokens that attend.
     """
-    found = attend_in_parts(rows, keys, num_heads, None, interpret)
+    found = attend_in_parts(rows, keys, num_heads, None, interpret, band=band)
     return found if rows.are_tokens else _merged(found)
 
 
 def attend_in_parts(
-    rows: Side, keys: Side, num_heads: int, parts: int | None, interpret: Any
+    rows: Side,
+    keys: Side,
+    num_heads: int,
+    parts: int | None,
+    interpret: Any,
+    *,
+    band: Band | None = None,
 ) -> Read:
     """Lets rows of W attend to each part of the keys alone, and tokens to all keys.
 
@@ -64,13 +73,14 @@ def attend_in_parts(
       num_heads: Number of heads of the rows.
       parts: Number of parts, all with the same number of tiles; None to choose it.
       interpret: Parameters of the interpreter, or None to compile.
+      band: The band, as in ``attend``.
 
     Returns:
       Outputs and log-sum-exps, those of rows of W with the parts along the first axis; the outputs
       of several parts are in float32.
     """
     batch = keys.numbers[0].shape[0]
-    attention = _Attention(rows, keys, interpret)
+    attention = _Attention(rows, keys, interpret, band)
     found = reduce(attention, batch, num_heads, interpret, dtype=jnp.float32, parts=parts)
     return Read(*found)
 
@@ -83,6 +93,7 @@ class _Attention(Reduction):
     own: Side
     other: Side
     interpret: Any
+    band: Band | None
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -104,6 +115,8 @@ class _Attention(Reduction):
         *keys, values = other.vectors
         logits = products(own.vectors, keys)
         logits += along(read(other.numbers[0], 1), 1, logits.shape)
+        if self.band is not None:
+            logits = jnp.where(self.band.holds(own, other), logits, -jnp.inf)
         return add(sums, logits, values, self.interpret)
 
     def finish(self, sums: Any, own: Tile) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from simrf_jax._src.attention.pallas_gpu.kernels import Reduction, Side, Tile, reduce
+from simrf_jax._src.attention.pallas_gpu.kernels import Band, Reduction, Side, Tile, reduce
 from simrf_jax._src.attention.pallas_gpu.tiles import (
     TILE,
     add_weighted,
@@ -35,6 +35,7 @@ def side_of(
     others: jax.Array,
     terms: jax.Array,
     offsets: jax.Array | None = None,
+    positions: jax.Array | None = None,
 ) -> Side:
     """Returns a side of an attention.
 
@@ -44,13 +45,48 @@ def side_of(
       others: u or z, in the same layout.
       terms: a or b; minus infinity where p must be 0, whatever the other numbers are.
       offsets: c or e, or None for zeros.
+      positions: Positions of tokens, for a band.
     """
-    numbers = (terms,) if offsets is None else (terms, offsets)
-    return Side(are_tokens, (*vectors, others), numbers, (-math.inf, 0.0)[: len(numbers)])
+    given = ((terms, -math.inf), (offsets, 0.0), (positions, math.inf))
+    numbers, fills = zip(*((x, fill) for x, fill in given if x is not None), strict=True)
+    return Side(are_tokens, (*vectors, others), numbers, fills)
+
+
+class OfOutputs(NamedTuple):
+    """What the gradients of an attention need of its queries.
+
+    Attributes:
+      is_good: False where an output is not finite or a query sees no key, ``[B, T, N, 1]``.
+      terms: a, ``[B, N, T or more]``.
+      offsets: c, ``[B, N, T]``.
+      others: u, zeros where a query is not good, ``[B, T, N, D]``.
+    """
+
+    is_good: jax.Array
+    terms: jax.Array
+    offsets: jax.Array
+    others: jax.Array
+
+    @classmethod
+    def of(cls, out: jax.Array, lse: jax.Array, of_out: jax.Array) -> OfOutputs:
+        """Returns it for outputs, their log-sum-exps and their gradients."""
+        is_finite = jnp.isfinite(lse)
+        terms = jnp.where(is_finite, -lse, -jnp.inf)
+        is_good = jnp.swapaxes(is_finite[..., : out.shape[1]], 1, 2)[..., None]
+        offsets = jnp.where(is_good, of_out.astype(jnp.float32) * out, 0)
+        offsets = jnp.swapaxes(jnp.sum(offsets, axis=-1), 1, 2)
+        return cls(is_good, terms, offsets, jnp.where(is_good, of_out, 0))  # 0 * NaN is not 0.
 
 
 def gradients(
-    side: Side, other: Side, num_heads: int, interpret: Any, *, others: bool, terms: bool
+    side: Side,
+    other: Side,
+    num_heads: int,
+    interpret: Any,
+    *,
+    others: bool,
+    terms: bool,
+    band: Band | None = None,
 ) -> tuple[jax.Array, ...]:
     """Returns the gradients of a side, in its layout, those of rows in float32.
 
@@ -61,12 +97,14 @@ def gradients(
       interpret: Parameters of the interpreter, or None to compile.
       others: True to return ``sum p z``, too.
       terms: True to return ``sum g``, too, ``[B, heads, padded length]``.
+      band: Which others have weights, for tokens; None for all.
 
     Returns:
       First ``sum g y``, times log 2, because the logits are to base 2.
     """
     batch = side.numbers[0].shape[0]
-    found = reduce(_Gradient(side, other, interpret, others, terms), batch, num_heads, interpret)
+    gradient = _Gradient(side, other, interpret, others, terms, band)
+    found = reduce(gradient, batch, num_heads, interpret)
     if side.are_tokens:
         return found
     return tuple(jnp.sum(x, axis=0, dtype=jnp.float32) for x in found)
@@ -82,6 +120,7 @@ class _Gradient(Reduction):
     interpret: Any
     others: bool
     terms: bool
+    band: Band | None
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -101,12 +140,16 @@ class _Gradient(Reduction):
 
     def add(self, sums: Any, own: Tile, other: Tile) -> Any:
         (of_vectors, *of_others), of_terms = sums
-        (*mine, my_others), (term, *my_offsets) = own
-        (*vectors, others), (other_term, *offsets) = other
+        last = None if self.band is None else -1  # Positions are the last numbers.
+        (*mine, my_others), (term, *my_offsets) = own.vectors, own.numbers[:last]
+        (*vectors, others), (other_term, *offsets) = other.vectors, other.numbers[:last]
         square = (TILE, others.shape[-2])
         shift = along(read(term, 0), 0, square) + along(read(other_term, 1), 1, square)
         weights = products(mine, vectors) + shift
-        weights = jnp.where(shift > -jnp.inf, jnp.exp2(weights), 0.0)
+        is_seen = shift > -jnp.inf
+        if self.band is not None:
+            is_seen &= self.band.holds(own, other)
+        weights = jnp.where(is_seen, jnp.exp2(weights), 0.0)
         if self.others:  # First, because then fewer registers are in use.
             of_others = [add_weighted(of_others[0], weights, others, self.interpret)]
         of_weights = products([my_others], [others])

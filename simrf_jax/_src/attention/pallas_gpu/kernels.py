@@ -25,10 +25,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from simrf_jax._src.attention.pallas_gpu.tiles import TILE, Place, ceil_div, memory
+from simrf_jax._src.attention.pallas_gpu.tiles import (
+    TILE,
+    Place,
+    along,
+    ceil_div,
+    memory,
+    read,
+)
 from simrf_jax._src.attention.pallas_inputs import without_x64
 
 WARP_GROUPS = 2  # That compute.
+OWN = WARP_GROUPS * TILE  # Vectors of the own side that a program takes at once.
 SMS = 132  # Of an H100 or H200 with SXM.
 SHARED_MEMORY = 220 * 2**10  # Of a program, less what barriers and the alignment take.
 MOST_STAGES = 4  # Tiles that are loaded at once.
@@ -49,17 +57,23 @@ class Side(NamedTuple):
         ``[B or 1, heads or 1, length, dim]``, their length a multiple of ``TILE``.
       numbers: Arrays in float32, ``[B or 1, heads or 1, length or more]``.
       fills: Numbers of vectors that do not exist, one for each array of numbers.
+      start: Position of the token that has the first numbers; those before it take no part.
     """
 
     are_tokens: bool
     vectors: tuple[jax.Array, ...]
     numbers: tuple[jax.Array, ...] = ()
     fills: tuple[float, ...] = ()
+    start: int = 0
 
     @property
     def length(self) -> int:
-        """Number of vectors of a head."""
-        return self.vectors[0].shape[1 if self.are_tokens else 2]
+        """Number of vectors of a head that take part."""
+        return self.vectors[0].shape[1 if self.are_tokens else 2] - self.start
+
+    def since(self, start: int) -> Side:
+        """Returns the tokens from a position on."""
+        return self._replace(start=start, numbers=tuple(x[..., start:] for x in self.numbers))
 
     def arrays(self, length: int) -> list[jax.Array]:
         """Returns the vectors and the numbers, these padded to a length."""
@@ -88,7 +102,8 @@ class Side(NamedTuple):
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             is_vector = i < len(self.vectors)
             size = target.shape[-2 if is_vector else -1]
-            part = place.of(source, start, size, is_vector and self.are_tokens)
+            first = start + self.start if is_vector else start
+            part = place.of(source, first, size, is_vector and self.are_tokens)
             plgpu.copy_gmem_to_smem(part, target, barrier)
 
 
@@ -99,18 +114,46 @@ class Tile(NamedTuple):
     numbers: list[Any]
 
 
+class Band(NamedTuple):
+    """Which vectors of the other side belong to a vector of the own side.
+
+    The last numbers of both sides are their positions.
+
+    Attributes:
+      before: Distance to the first one.
+      after: Distance to the last one.
+    """
+
+    before: int
+    after: int
+
+    @property
+    def reverse(self) -> Band:
+        """The band of the other side."""
+        return Band(self.after, self.before)
+
+    def holds(self, own: Tile, other: Tile) -> jax.Array:
+        """Returns which pairs of two tiles are in the band."""
+        square = (own.numbers[-1].shape[-1], other.numbers[-1].shape[-1])
+        distance = along(read(other.numbers[-1], 1), 1, square)
+        distance -= along(read(own.numbers[-1], 0), 0, square)
+        return (distance >= -self.before) & (distance <= self.after)
+
+
 class Reduction(abc.ABC):
-    """Sums for each vector of one side over all vectors of the other.
+    """Sums for each vector of one side over all vectors of the other, or over those of a band.
 
     Attributes:
       name: Name of the kernel in a profile.
       own: The side for which there are results.
       other: The other side.
+      band: Which others count; None for all.
     """
 
     name: ClassVar[str]
     own: Side
     other: Side
+    band: Band | None
 
     @property
     @abc.abstractmethod
@@ -162,7 +205,7 @@ class Store(NamedTuple):
     def bytes(self) -> int:
         """Returns the bytes of the memory."""
         of_vectors = sum(self.dims) * jnp.dtype(self.dtype).itemsize
-        return WARP_GROUPS * TILE * (of_vectors + 4 * self.reduction.num_numbers)
+        return OWN * (of_vectors + 4 * self.reduction.num_numbers)
 
     def memory(self) -> list[Any]:
         """Returns the memory, of vectors first."""
@@ -235,7 +278,8 @@ def reduce(
       rows with a leading axis of the programs that share the other side.
     """
     own, other = reduction.own, reduction.other
-    if own.are_tokens and other.length <= MOST_ROWS and _stages_of_own(reduction) > 0:
+    is_short = not other.are_tokens and other.length <= MOST_ROWS
+    if own.are_tokens and is_short and _stages_of_own(reduction) > 0:
         return _stream_own(reduction, batch, num_heads, interpret)
     return _stream_other(reduction, batch, num_heads, interpret, dtype, parts)
 
@@ -248,16 +292,21 @@ def _stream_other(
     dtype: Any,
     parts: int | None,
 ) -> tuple[jax.Array, ...]:
-    own, other, width = reduction.own, reduction.other, reduction.width
-    tiles = ceil_div(own.length, TILE * WARP_GROUPS)
+    own, other, width, band = reduction.own, reduction.other, reduction.width, reduction.band
+    tiles = ceil_div(own.length, OWN)
     if own.are_tokens:
         parts = 1
     elif parts is None:
         parts = min(SMS // (batch * num_heads * tiles), ceil_div(other.length, width) // LEAST_PART)
         parts = max(1, parts)
     num = ceil_div(other.length, width * parts)  # Tiles of a part.
+    length = num * width * parts
+    if band is not None:
+        before, after = (ceil_div(x, width) for x in band)
+        num = before + OWN // width + after
+        length = tiles * OWN + num * width
     store = Store(reduction, jnp.bfloat16 if parts == 1 else dtype, is_shared=True)
-    used = own.bytes(WARP_GROUPS * TILE) + store.bytes()
+    used = own.bytes(OWN) + store.bytes()
     stages = min(MOST_STAGES, num, (SHARED_MEMORY - used) // other.bytes(width))
     scratch = {
         "own_tiles": own.memory(WARP_GROUPS, TILE),
@@ -281,16 +330,19 @@ def _stream_other(
     ) -> None:
         own_refs, refs = refs[: len(own_tiles)], refs[len(own_tiles) :]
         place = Place(lax.axis_index("batch"), lax.axis_index("head"), num_heads)
-        part, group = lax.axis_index("part"), lax.axis_index("warp_group")
-        start = (lax.axis_index("tile") * WARP_GROUPS + group) * TILE
+        part, tile, group = map(lax.axis_index, ("part", "tile", "warp_group"))
+        start = tile * OWN + group * TILE
 
         @pl.when(group == WARP_GROUPS)
         def _() -> None:
             plgpu.set_max_registers(REGISTERS_TO_LOAD, action="decrease")
 
             def load(step: Any, _: int, slot: Any) -> None:
-                first = (part * num + step) * width
-                other.copy(place, first, refs, [x.at[slot] for x in tiles], full.at[slot])
+                first = part * num
+                if band is not None:
+                    first = jnp.maximum(tile * (OWN // width) - before, 0)
+                first += step
+                other.copy(place, first * width, refs, [x.at[slot] for x in tiles], full.at[slot])
 
             load_in_turn(load, free, num, stages)
 
@@ -317,8 +369,8 @@ def _stream_other(
             store.store(results, [x.at[group] for x in out_tiles], out_refs, to, start)
             plgpu.wait_smem_to_gmem(0)
 
-    outputs = store.shapes(parts * batch, num_heads, tiles * WARP_GROUPS * TILE)
-    arrays = [*own.arrays(ceil_div(own.length, TILE) * TILE), *other.arrays(num * width * parts)]
+    outputs = store.shapes(parts * batch, num_heads, tiles * OWN)
+    arrays = [*own.arrays(ceil_div(own.length, TILE) * TILE), *other.arrays(length)]
     grid = (batch, num_heads, parts, tiles)
     found = store.cut(launch(reduction.name, kernel, arrays, outputs, scratch, grid, interpret))
     if own.are_tokens:
@@ -330,7 +382,7 @@ def _stages_of_own(reduction: Reduction) -> int:
     """Returns for how many tiles of tokens there is memory, beside all rows of a head."""
     used = reduction.other.bytes(reduction.other.length)
     used += Store(reduction, jnp.bfloat16, is_shared=False).bytes()
-    return min(2, (SHARED_MEMORY - used) // reduction.own.bytes(WARP_GROUPS * TILE))
+    return min(2, (SHARED_MEMORY - used) // reduction.own.bytes(OWN))
 
 
 def _stream_own(
@@ -338,7 +390,7 @@ def _stream_own(
 ) -> tuple[jax.Array, ...]:
     own, other, stages = reduction.own, reduction.other, _stages_of_own(reduction)
     store = Store(reduction, jnp.bfloat16, is_shared=False)
-    steps = ceil_div(own.length, TILE * WARP_GROUPS)
+    steps = ceil_div(own.length, OWN)
     parts = _parts(batch * num_heads, steps)
     num = ceil_div(steps, parts)
     scratch = {
@@ -402,7 +454,7 @@ def _stream_own(
 
             plgpu.wait_smem_to_gmem(0)
 
-    outputs = store.shapes(batch, num_heads, parts * num * WARP_GROUPS * TILE)
+    outputs = store.shapes(batch, num_heads, parts * num * OWN)
     arrays = [*own.arrays(ceil_div(own.length, TILE) * TILE), *other.arrays(other.length)]
     grid = (batch, num_heads, parts, 1)
     return store.cut(launch(reduction.name, kernel, arrays, outputs, scratch, grid, interpret))

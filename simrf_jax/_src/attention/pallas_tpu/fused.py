@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
-from simrf_jax._src.attention.pallas_inputs import without_gradient
+from simrf_jax._src.attention.pallas_inputs import query_factors, without_gradient
 from simrf_jax._src.attention.pallas_tpu import (
     backward,
     causal,
@@ -31,7 +31,6 @@ from simrf_jax._src.attention.pallas_tpu.operands import (
     band_of,
     lay_out,
     lay_out_near,
-    query_factors,
     shape_of,
 )
 from simrf_jax._src.attention.pallas_tpu.sums import Sums, merge
@@ -109,7 +108,7 @@ def _in_parts(estimator: Estimator, call: Call) -> Float[Array, "B N padded T"]:
     if bandwidth is None:
         return merge(parts)
     in_band = _fused(Near(axes, bandwidth, call.is_causal), lay_out_near(call, bandwidth))
-    factors = query_factors(call, projection, feature_map)
+    factors = query_factors(estimator, call)
     return merge([in_band, *(part.times(factors) for part in parts)])
 
 

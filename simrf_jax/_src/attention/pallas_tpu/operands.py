@@ -28,8 +28,6 @@ from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES, Side
 from simrf_jax._src.projections import ProjectionLike
 
-# Larger components of a query count as not finite, because their squares are not.
-LARGEST_QUERY = 1e18
 # Longer sequences are cut into equal tiles. Tiles are shorter where a program would not fit into
 # the memory of a core.
 LONGEST_TILE = 1024
@@ -131,40 +129,6 @@ def lay_out_near(call: Call, bandwidth: int) -> NearRefs:
         key_segments=segments,
         factor=(sign * jnp.square(root) * LOG2E)[None, None],
     )
-
-
-def query_factors(
-    call: Call, projection: ProjectionLike | None, feature_map: FeatureMap
-) -> Float[Array, "B N T"]:
-    """Returns logarithms of what the causal kernels leave out of the weights, to base 2.
-
-    These are the factors common to all keys of a query.
-    """
-    of_queries, of_keys = (_form(feature_map, projection, side) for side in SIDES)
-    *_, length, num_heads, dim = call.query.shape
-    num_key_heads = call.key.shape[-2]
-    root, sign = root_and_sign(call)
-    query = call.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
-    query = query.astype(jnp.float32)
-    # The kernels flag queries that are not finite. Without this, 0 * NaN would reach gradients
-    # here.
-    query = jnp.where(jnp.abs(query) < LARGEST_QUERY, query, 0) * (root * sign)
-
-    def of_heads(x: jax.Array) -> jax.Array:
-        return x[None, None, :, None]
-
-    stretched = query
-    if of_queries.stretch is not None:
-        matrix = jnp.broadcast_to(of_queries.stretch, (num_key_heads, dim, dim))
-        highest = jax.lax.Precision.HIGHEST
-        stretched = jnp.einsum("btkgi,kji->btkgj", query, matrix, precision=highest)
-    if of_queries.center is not None:
-        stretched -= of_heads(of_queries.center)
-    factors = -0.5 * jnp.sum(jnp.square(stretched), axis=-1)
-    for constant in (of_queries.constant, of_keys.constant):
-        factors += 0 if constant is None else of_heads(constant)
-    factors = (factors - math.log(of_queries.num_features)) * LOG2E
-    return jnp.moveaxis(factors.reshape(-1, length, num_heads), 1, 2)
 
 
 def _one_for_each_query(

@@ -1,0 +1,271 @@
+"""Attention where positions matter, causal or beside an exact band, and its gradient.
+
+A query reads the keys before some position by features, in a pass through the chunks, and those
+after another position in a pass in reverse. Between the two it reads the keys of a band exactly.
+The log-sum-exps of the passes give each of them its share of the output, and with those of all
+keys, the gradient of each pass is that of its share.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.pallas_gpu import chunks, chunks_gradient, flash, gradient
+from simrf_jax._src.attention.pallas_gpu.flash import Read
+from simrf_jax._src.attention.pallas_gpu.gradient import OfOutputs, side_of
+from simrf_jax._src.attention.pallas_gpu.kernels import Band, Side
+from simrf_jax._src.attention.pallas_gpu.operands import (
+    MULTIPLE,
+    NO_SEGMENT,
+    Near,
+    Operands,
+    lay_out,
+    row_terms_of,
+    split,
+    split_rows,
+)
+from simrf_jax._src.attention.pallas_inputs import without_gradient
+from simrf_jax._src.attention.random_features import xla
+
+
+class Far(NamedTuple):
+    """A pass over the keys up to a position, if it is not positive, or from a positive one on.
+
+    Copies begin at multiples of ``MULTIPLE``, so queries are moved to later places if need be.
+
+    Attributes:
+      start: The position, relative to that of the query.
+    """
+
+    start: int
+
+    def read(self, operands: Operands, interpret: Any) -> Read:
+        """Returns what the queries read."""
+        found = chunks.attend(self._operands(operands), interpret, **self._order())
+        return Read(self._back(found.out, 1), self._back(found.lse, 2))
+
+    def gradients(
+        self, operands: Operands, found: Read, of_out: jax.Array, interpret: Any
+    ) -> chunks_gradient.Gradients:
+        """Returns the gradients; the arguments are those of ``Passes.gradients``."""
+        found = Read(self._later(found.out, 1), self._later(found.lse, 2, -jnp.inf))
+        arrays, order = self._operands(operands), self._order()
+        of_out = self._later(of_out, 1)
+        part = chunks_gradient.gradients(arrays, found, of_out, interpret, **order)
+        query, query_terms = self._back(part.query, 1), self._back(part.query_terms, 2)
+        return part._replace(query=query, query_terms=query_terms)
+
+    @property
+    def _shift(self) -> int:
+        return self.start % MULTIPLE
+
+    def _order(self) -> dict[str, Any]:
+        return {"start": self.start - self._shift, "is_reversed": self.start > 0}
+
+    def _later(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (self._shift, -self._shift % MULTIPLE)
+        return jnp.pad(x, padding, constant_values=fill)
+
+    def _back(self, x: jax.Array, axis: int) -> jax.Array:
+        length = x.shape[axis] - (MULTIPLE if self._shift else 0)
+        return lax.slice_in_dim(x, self._shift, self._shift + length, axis=axis)
+
+    def _operands(self, operands: Operands) -> chunks.Operands:
+        value, segments = operands.value, operands.segments
+        # A value that is not finite marks its key.
+        terms = _marked(operands.key_terms, value)
+        queries = Side(True, (self._later(operands.query, 1),))
+        keys = Side(True, (operands.key, value), (terms,), (-math.inf,))
+        if segments is not None:
+            # 0 * NaN is not 0 in the states of other segments.
+            value = jnp.where(jnp.isfinite(value), value, 0)
+            numbers, fills = (terms, segments), (-math.inf, NO_SEGMENT)
+            keys = Side(True, (operands.key, value), numbers, fills)
+            segments = self._later(segments, 2, NO_SEGMENT)
+            queries = queries._replace(numbers=(segments,), fills=(NO_SEGMENT,))
+        query_rows, key_rows = (
+            split_rows(x, chunks.ROWS) for x in (operands.query_rows, operands.key_rows)
+        )
+        row_terms = row_terms_of(operands, chunks.ROWS)
+        return chunks.Operands(queries, keys, query_rows, key_rows, row_terms)
+
+
+class Exact(NamedTuple):
+    """A pass over the keys of a band."""
+
+    band: Band
+
+    def read(self, operands: Operands, near: Near, interpret: Any) -> Read:
+        """Returns what the queries read."""
+        positions, (_, length, num_heads, _) = self._positions(operands), operands.query.shape
+        keys = self._keys(operands, near.key_terms, positions)
+        queries = Side(True, split(near.query), (positions,), (math.inf,))
+        found = flash.attend(queries, keys, num_heads, interpret, band=self.band)
+        return found._replace(lse=found.lse[..., :length])
+
+    def gradients(
+        self, operands: Operands, near: Near, found: Read, of_out: jax.Array, interpret: Any
+    ) -> tuple[Near, chunks_gradient.Gradients]:
+        """Returns the gradients of ``near``, and those of the keys and the values."""
+        positions, (_, length, num_heads, _) = self._positions(operands), operands.query.shape
+        good, terms, offsets, of_out = OfOutputs.of(*found, of_out)
+        query = split(jnp.where(good, near.query, 0))
+        queries = side_of(True, query, of_out, terms, offsets, positions)
+        terms = jnp.where(jnp.isnan(near.key_terms), -jnp.inf, near.key_terms)
+        keys = self._keys(operands, terms, positions)
+        run = functools.partial(gradient.gradients, num_heads=num_heads, interpret=interpret)
+        (of_query,) = run(queries, keys, others=False, terms=False, band=self.band)
+        of_keys = run(keys, queries, others=True, terms=True, band=self.band.reverse)
+        of_key, of_value, of_terms = chunks_gradient.summed(of_keys, operands.key.shape[2])
+        of_near = near._replace(
+            query=of_query.astype(jnp.float32),
+            key_terms=of_terms[..., :length],
+            query_factors=jnp.zeros_like(near.query_factors),
+        )
+        none, none_of_terms = map(jnp.zeros_like, (operands.query, operands.key_terms))
+        return of_near, chunks_gradient.Gradients(
+            none, of_key, of_value, none_of_terms, of_near.query_factors
+        )
+
+    def _positions(self, operands: Operands) -> jax.Array:
+        """Returns the positions of the tokens, farther apart than the band between segments."""
+        positions = jnp.arange(operands.query.shape[1], dtype=jnp.float32)[None, None]
+        if operands.segments is None:
+            return positions
+        return positions + operands.segments * (1 + max(self.band))
+
+    def _keys(self, operands: Operands, terms: jax.Array, positions: jax.Array) -> Side:
+        """Returns the keys, zeros where they are not finite, because 0 * NaN is not 0."""
+        terms = _marked(terms, operands.value)
+        is_finite = jnp.swapaxes(jnp.isfinite(terms), 1, 2)[..., None]
+        key, value = (jnp.where(is_finite, x, 0) for x in (operands.key, operands.value))
+        return side_of(True, (key,), value, terms, positions=positions)
+
+
+class Passes(NamedTuple):
+    """The passes of a call.
+
+    Attributes:
+      far: Those by features.
+      exact: That of a band, or None.
+    """
+
+    far: tuple[Far, ...]
+    exact: Exact | None
+
+    @classmethod
+    def of(cls, estimator: Estimator, call: Call) -> Passes:
+        """Returns the passes of a call."""
+        reach, starts, exact = estimator.exact_bandwidth, (0, 1), None
+        if reach is not None:
+            reach = min(reach, call.query.shape[-3] - 1)
+            exact = Exact(Band(reach, 0 if call.is_causal else reach))
+            starts = -reach - 1, reach + 1
+        far = tuple(map(Far, starts[:1] if call.is_causal else starts))
+        return cls(far if reach != call.query.shape[-3] - 1 else (), exact)
+
+    def read(self, operands: Operands, interpret: Any) -> Read:
+        """Returns what the queries read in all passes."""
+        found, near = [far.read(operands, interpret) for far in self.far], operands.near
+        if self.exact is not None and near is not None:
+            found = [read._replace(lse=read.lse + near.query_factors) for read in found]
+            found.append(self.exact.read(operands, near, interpret))
+        return _merged(found)
+
+    def gradients(
+        self, operands: Operands, found: Read, of_out: jax.Array, interpret: Any
+    ) -> Operands:
+        """Returns the gradients of the tokens and their terms, and zeros for the rows.
+
+        Args:
+          operands: The arrays.
+          found: Result of ``read``.
+          of_out: Gradient of its outputs.
+          interpret: Parameters of the interpreter, or None to compile.
+        """
+        near, of_near, parts = operands.near, None, []
+        if self.exact is not None and near is not None:
+            of_near, part = self.exact.gradients(operands, near, found, of_out, interpret)
+            parts.append(part)
+            found = found._replace(lse=found.lse - near.query_factors)
+        parts += [far.gradients(operands, found, of_out, interpret) for far in self.far]
+        total = parts[0]
+        if len(parts) > 1:
+            total = jax.tree.map(lambda *x: sum(y.astype(jnp.float32) for y in x), *parts)
+        if of_near is not None:
+            of_near = of_near._replace(query_factors=total.query_terms)
+        return jax.tree.map(jnp.zeros_like, operands)._replace(
+            query=total.query.astype(operands.query.dtype),
+            key=total.key.astype(operands.key.dtype),
+            value=total.value.astype(operands.value.dtype),
+            key_terms=total.terms,
+            near=of_near,
+        )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def attend(interpret: Any, estimator: Estimator, call: Call) -> jax.Array:
+    """Returns ``[B, T, N, D]``.
+
+    Args:
+      interpret: Parameters of the interpreter, or None to compile.
+      estimator: W, the feature map and the band.
+      call: A call that the kernels can take, in which positions matter.
+    """
+    return Passes.of(estimator, call).read(lay_out(estimator, call), interpret).out
+
+
+def _forward(interpret: Any, estimator: Any, call: Any) -> tuple[jax.Array, Any]:
+    # No kernel has gradients of the rows, nor of the scale, which multiplies them.
+    is_learned = any(x.perturbed for x in jax.tree.leaves((estimator, call.scale)))
+    estimator, call = jax.tree.map(lambda x: x.value, (estimator, call))
+
+    def read(estimator: Estimator, call: Call) -> Read:
+        return Passes.of(estimator, call).read(lay_out(estimator, call), interpret)
+
+    found = without_gradient(read, estimator, call)
+    return found.out, (estimator, call, None if is_learned else found)
+
+
+def _backward(interpret: Any, kept: Any, of_out: jax.Array) -> Any:
+    estimator, call, found = kept
+    if found is None:
+        _, pull_back = jax.vjp(xla.attend, estimator, call)
+        shape = call.query.shape[:-1]
+        return pull_back(of_out[:, : shape[-2]].reshape(*shape, of_out.shape[-1]))
+    operands, pull_back = jax.vjp(lay_out, estimator, call)
+    run = functools.partial(Passes.of(estimator, call).gradients, interpret=interpret)
+    return pull_back(without_gradient(run, operands, found, of_out))
+
+
+attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _marked(terms: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns the terms of keys, NaN also where a value of a visible key is not finite."""
+    is_finite = jnp.swapaxes(jnp.all(jnp.isfinite(value), axis=-1), 1, 2)
+    return jnp.where(is_finite | (terms == -jnp.inf), terms, jnp.nan)
+
+
+def _merged(reads: list[Read]) -> Read:
+    """Returns what queries read of all keys from what they read of disjoint sets of them."""
+    if len(reads) == 1:
+        return reads[0]
+    lse = jnp.stack([read.lse for read in reads])
+    top = jnp.max(lse, axis=0)
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp2(lse - top[None])
+    total = jnp.sum(weights, axis=0)
+    weights /= jnp.where(total == 0, 1, total)[None]
+    both = zip(jnp.swapaxes(weights, 2, 3)[..., None], reads, strict=True)
+    out = sum(weight * read.out for weight, read in both)
+    return Read(out.astype(jnp.bfloat16), top + jnp.log2(total))
