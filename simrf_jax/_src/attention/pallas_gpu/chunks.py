@@ -288,7 +288,7 @@ class Scan:
         def attend(values: jax.Array) -> Read:
             side = Side(True, (vectors, values), (terms,), others.fills[:1])
             num_heads = vectors.shape[2]
-            return flash.attend_in_parts(rows, side, num_heads, self.parts, interpret)
+            return flash.attend(rows, side, num_heads, interpret, parts=self.parts)
 
         means, lse = attend(values)
         found = [means]
@@ -296,13 +296,15 @@ class Scan:
             found.append(attend(_as_vectors(offsets[0], values))[0][..., :3])
         if self.is_reversed:
             lse, *found = (jnp.flip(x, axis=0) for x in (lse, *found))
-        weights, lse = _weights_of_parts_before(lse, last_segments)
-        # flash turns all that is not finite into NaN, also of parts that are not before.
+        # A part, along the second axis, sees those before it, along the first one.
+        is_before = jnp.tri(self.parts, k=-1, dtype=bool).T[..., None]
+        if last_segments is not None:  # That of the part just before.
+            is_before &= last_segments[:, None] == jnp.roll(last_segments, 1, axis=0)[None]
+        weights, lse = flash.shares(jnp.where(is_before[..., None, None], lse[:, None], -jnp.inf))
+        # What is not finite remains in the log-sum-exps alone, because 0 * NaN is not 0.
+        weights, *found = (jnp.where(jnp.isnan(x), 0, x) for x in (weights, *found))
         means, *offsets = (
-            jnp.einsum(
-                "ijbkm,jbkmd->ibkmd", weights, jnp.where(jnp.isnan(x), 0, x), precision="highest"
-            )
-            for x in found
+            jnp.einsum("jibkm,jbkmd->ibkmd", weights, x, precision="highest") for x in found
         )
         state = [means.astype(jnp.bfloat16), lse, *(jnp.sum(x, axis=-1) for x in offsets)]
         if last_segments is not None:
@@ -367,31 +369,6 @@ class Scan:
         """Returns references of the own tokens, and of the others."""
         num = len(self.own.vectors) + len(self.own.numbers)
         return refs[:num], refs[num:]
-
-
-def _weights_of_parts_before(
-    lse: jax.Array, last_segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the weights of all parts before each part, along the first axes, and their sum.
-
-    Args:
-      lse: Log-sum-exps of what rows have read of each part, ``[parts, B, heads, ROWS]``.
-      last_segments: Number of the last segment of each part, ``[parts, B]``, which alone has been
-        read; or None.
-
-    Returns:
-      The weights, which sum to one, and the log-sum-exps of the parts before each part.
-    """
-    is_before = jnp.tri(len(lse), k=-1, dtype=bool)[..., None]
-    if last_segments is not None:  # That of the part just before.
-        is_before &= last_segments[None] == jnp.roll(last_segments, 1, axis=0)[:, None]
-    is_before = is_before[..., None, None]
-    of_parts = jnp.where(is_before, lse, -jnp.inf)
-    top = jnp.max(of_parts, axis=1)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp2(of_parts - top[:, None])
-    total = jnp.sum(weights, axis=1)
-    return weights / jnp.where(total == 0, 1, total)[:, None], top + jnp.log2(total)
 
 
 def _as_vectors(numbers: jax.Array, like: jax.Array) -> jax.Array:

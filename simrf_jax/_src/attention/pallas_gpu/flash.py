@@ -37,7 +37,13 @@ class Read(NamedTuple):
 
 
 def attend(
-    rows: Side, keys: Side, num_heads: int, interpret: Any, *, band: Band | None = None
+    rows: Side,
+    keys: Side,
+    num_heads: int,
+    interpret: Any,
+    *,
+    band: Band | None = None,
+    parts: int | None = None,
 ) -> Read:
     """Lets each row attend to all keys, or to those in a band.
 
@@ -51,38 +57,29 @@ def attend(
       num_heads: Number of heads of the rows.
       interpret: Parameters of the interpreter, or None to compile.
       band: The band, for tokens that attend.
-    """
-    found = attend_in_parts(rows, keys, num_heads, None, interpret, band=band)
-    return found if rows.are_tokens else _merged(found)
-
-
-def attend_in_parts(
-    rows: Side,
-    keys: Side,
-    num_heads: int,
-    parts: int | None,
-    interpret: Any,
-    *,
-    band: Band | None = None,
-) -> Read:
-    """Lets rows of W attend to each part of the keys alone, and tokens to all keys.
-
-    Args:
-      rows: Rows that attend, as in ``attend``.
-      keys: Keys, as in ``attend``.
-      num_heads: Number of heads of the rows.
-      parts: Number of parts, all with the same number of tiles; None to choose it.
-      interpret: Parameters of the interpreter, or None to compile.
-      band: The band, as in ``attend``.
-
-    Returns:
-      Outputs and log-sum-exps, those of rows of W with the parts along the first axis; the outputs
-      of several parts are in float32.
+      parts: Number of parts of the keys with the same number of tiles, to each of which rows of W
+        attend alone; the results, in float32, have the parts along a first axis.
     """
     batch = keys.numbers[0].shape[0]
     attention = _Attention(rows, keys, interpret, band)
     found = reduce(attention, batch, num_heads, interpret, dtype=jnp.float32, parts=parts)
-    return Read(*found)
+    if rows.are_tokens or parts is not None:
+        return Read(*found)
+    out, lse = found
+    if len(out) == 1:
+        return Read(out[0], lse[0])
+    weights, lse = shares(lse)
+    return Read(jnp.sum(weights[..., None] * out, axis=0).astype(jnp.bfloat16), lse)
+
+
+def shares(lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns weights with which to sum outputs along a first axis, and the log-sum-exps of all."""
+    top = jnp.max(lse, axis=0)
+    # Where no key is visible, all have minus infinity, and outputs of zeros.
+    top = jnp.where(top == -jnp.inf, 0, top)
+    weights = jnp.exp2(lse - top[None])
+    total = jnp.sum(weights, axis=0)
+    return weights / jnp.where(total == 0, 1, total)[None], top + jnp.log2(total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,18 +139,3 @@ def add(sums: Any, logits: jax.Array, values: Any, interpret: Any) -> Any:
     denominator = denominator * shrink + weights.sum(axis=1)
     total *= along(shrink, 0, total.shape)
     return add_weighted(total, weights, values, interpret), denominator, new
-
-
-def _merged(found: Read) -> Read:
-    """Merges the outputs for the parts of the keys, along the first axis."""
-    out, lse = found
-    if len(out) == 1:
-        return Read(out[0], lse[0])
-    top = jnp.max(lse, axis=0, keepdims=True)
-    # A row that no key reaches has minus infinity everywhere, and zeros.
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp2(lse - top)
-    total = jnp.sum(weights, axis=0, keepdims=True)
-    weights /= jnp.where(total == 0, 1, total)
-    out = jnp.sum(weights[..., None] * out, axis=0)
-    return Read(out.astype(jnp.bfloat16), (top + jnp.log2(total))[0])

@@ -260,12 +260,6 @@ def _merged(reads: list[Read]) -> Read:
     """Returns what queries read of all keys from what they read of disjoint sets of them."""
     if len(reads) == 1:
         return reads[0]
-    lse = jnp.stack([read.lse for read in reads])
-    top = jnp.max(lse, axis=0)
-    top = jnp.where(top == -jnp.inf, 0, top)
-    weights = jnp.exp2(lse - top[None])
-    total = jnp.sum(weights, axis=0)
-    weights /= jnp.where(total == 0, 1, total)[None]
+    weights, lse = flash.shares(jnp.stack([read.lse for read in reads]))
     both = zip(jnp.swapaxes(weights, 2, 3)[..., None], reads, strict=True)
-    out = sum(weight * read.out for weight, read in both)
-    return Read(out.astype(jnp.bfloat16), top + jnp.log2(total))
+    return Read(sum(weight * read.out for weight, read in both).astype(jnp.bfloat16), lse)
