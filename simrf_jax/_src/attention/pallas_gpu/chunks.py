@@ -84,9 +84,9 @@ class Operands(NamedTuple):
         """Returns a kernel.
 
         Args:
-          own: As in ``Scan``.
-          others: As in ``Scan``.
-          rows: As in ``Scan``.
+          own: Tokens for which there are results, as in ``Scan``.
+          others: Tokens that they see.
+          rows: Rows of W.
           start: Position of the other token that is in the place of the first own one.
           options: Other fields of ``Scan``.
         """

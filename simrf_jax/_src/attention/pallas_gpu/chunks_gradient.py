@@ -40,8 +40,8 @@ class Gradients(NamedTuple):
       query: In the layout of the queries, as are those of keys and values.
       key: In float32.
       value: In float32.
-      terms: Those of the terms of the keys, ``[B, K, S]``.
-      query_terms: Those of terms of the queries, ``[B, N, T]``.
+      terms: Gradients of the terms of the keys, ``[B, K, S]``.
+      query_terms: Gradients of terms of the queries, ``[B, N, T]``.
     """
 
     query: jax.Array
@@ -69,7 +69,7 @@ def gradients(
       of_out: Gradient of the outputs.
       interpret: Parameters of the interpreter, or None to compile.
       start: Position of the key, as in ``chunks.attend``.
-      is_reversed: As in ``chunks.attend``.
+      is_reversed: True to attend to the keys from that in the query's place on.
     """
     queries, keys, query_rows, key_rows, row_terms = operands
     _, *of_queries, of_out = OfOutputs.of(*found, of_out)

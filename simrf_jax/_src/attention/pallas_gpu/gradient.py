@@ -53,7 +53,7 @@ def side_of(
 
 
 class OfOutputs(NamedTuple):
-    """What the gradients of an attention need of its queries.
+    """The numbers and vectors of queries that the gradients of an attention need.
 
     Attributes:
       is_good: False where an output is not finite or a query sees no key, ``[B, T, N, 1]``.
@@ -97,7 +97,7 @@ def gradients(
       interpret: Parameters of the interpreter, or None to compile.
       others: True to return ``sum p z``, too.
       terms: True to return ``sum g``, too, ``[B, heads, padded length]``.
-      band: Which others have weights, for tokens; None for all.
+      band: The others that have weights, for tokens; None for all.
 
     Returns:
       First ``sum g y``, times log 2, because the logits are to base 2.

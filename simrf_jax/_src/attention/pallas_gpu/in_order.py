@@ -155,8 +155,8 @@ class Passes(NamedTuple):
     """The passes of a call.
 
     Attributes:
-      far: Those by features.
-      exact: That of a band, or None.
+      far: Passes by features.
+      exact: The pass over a band, or None.
     """
 
     far: tuple[Far, ...]

@@ -115,7 +115,7 @@ class Tile(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Which vectors of the other side belong to a vector of the own side.
+    """The vectors of the other side that belong to a vector of the own side.
 
     The last numbers of both sides are their positions.
 
@@ -147,7 +147,7 @@ class Reduction(abc.ABC):
       name: Name of the kernel in a profile.
       own: The side for which there are results.
       other: The other side.
-      band: Which others count; None for all.
+      band: The others that count; None for all.
     """
 
     name: ClassVar[str]

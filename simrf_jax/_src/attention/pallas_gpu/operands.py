@@ -29,12 +29,12 @@ LARGEST = 1e15  # Larger components of a key count as not finite; their squares 
 
 
 class Near(NamedTuple):
-    """What exact attention to the keys of a band needs beside the operands of the features.
+    """The arrays of exact attention to the keys of a band.
 
     Attributes:
       query: Queries whose products with keys are logits to base 2, ``[B, T, N, H]`` in float32.
-      key_terms: To add to the logits, ``[B, K, S]``; minus infinity hides a key, and NaN marks one
-        that is not finite.
+      key_terms: Terms to add to the logits, ``[B, K, S]``; minus infinity hides a key, and NaN
+        marks one that is not finite.
       query_factors: Logarithms to base 2 of what multiplies the weights of features, ``[B, N, T]``.
     """
 
@@ -55,7 +55,7 @@ class Operands(NamedTuple):
       key_terms: Logarithms to base 2 of what multiplies all features of a key, ``[B, K, S]``; minus
         infinity hides it, and NaN marks one that is not finite.
       row_terms: Logarithms of what multiplies the features of a row, ``[1 or K, m]``.
-      near: Those of exact attention, if a band has it.
+      near: Arrays of exact attention, or None without a band.
       segments: Numbers of the segments of packed sequences, ``[B, 1, S]`` in float32, or None.
     """
 
