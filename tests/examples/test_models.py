@@ -124,7 +124,7 @@ def test_the_bonsai_vit_trains_saves_restores_and_redraws(tmp_path):
     assert 0 < relative_error(call(fresh), logits) < 1
 
     report = nnx_adapter.attention_report(model, IMAGES[:2])
-    assert [*report] == [f"layers/{n}/attention/attention_fn" for n in range(1)]
+    assert [*report] == [f"layers.{n}.attention.attention_fn" for n in range(1)]
     assert all(np.isfinite(layer.relative_error).all() for layer in report.values())
 
 
@@ -250,7 +250,7 @@ def test_the_big_vision_vit_trains_saves_restores_and_redraws():
     assert 0 < relative_error(call(variables), logits) < 1
 
     report = linen_adapter.attention_report(model, state.variables, IMAGES[:2])
-    name = "Transformer/encoderblock/MultiHeadDotProductAttention_0/attention_fn"
+    name = "Transformer.encoderblock.MultiHeadDotProductAttention_0.attention_fn"
     assert [*report] == [f"{name}[0]", f"{name}[1]"]
     assert report[f"{name}[1]"].relative_error.shape == (2,)
 

@@ -150,7 +150,15 @@ def test_the_report_says_what_all_pairs_in_float64_say(is_causal):
 @pytest.mark.slow
 def test_queries_and_keys_are_fitted_as_calibrate_does():
     model = Model()
-    linearize(model, where=lambda path, layer: path == "lower")
+    shown = []
+
+    def progress(paths):
+        for path in paths:
+            shown.append(path)
+            yield path
+
+    linearize(model, where=lambda path, layer: path == "lower", progress=progress)
+    assert shown == ["lower"]
     alone = Model()
     alone.lower.attention_fn = nnx.data(
         adapters.RandomFeatureAttention(HEADS, DIM, 4, feature_map="calibrated", rngs=nnx.Rngs(0))

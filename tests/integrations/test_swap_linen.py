@@ -102,7 +102,7 @@ def test_a_swapped_model_is_calibrated_and_reported(x, params):
         errors[feature_map] = np.square(model.apply(variables, x) - expected).mean()
     assert errors["calibrated"] < errors["positive"]
     report = adapters.attention_report(model, variables, x)
-    assert list(report) == ["lower/attention/attention_fn", "upper/attention_fn"]
+    assert list(report) == ["lower.attention.attention_fn", "upper.attention_fn"]
 
 
 class Scanned(nn.Module):

@@ -178,7 +178,7 @@ def fit_adapters(
     fitted = {}
     for path, (before, sums) in adapters.items():
         fitted[path] = fit_stack(sums, center=center, balance=balance, tilt=tilt)
-        _log_fit("/".join(map(str, path)), before, fitted[path], sums)
+        _log_fit(".".join(map(str, path)), before, fitted[path], sums)
     _warn_of_few_tokens([one for _, sums in adapters.values() for one in sums])
     return fitted
 

@@ -213,7 +213,8 @@ def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
 def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     """Returns the structure and the parts of one projection of a stack; parts may be numbers."""
     if len(getattr(leaf, "shape", ())) < 2:
-        raise ValueError(f"A projection must be an array [..., num_features, dim], got {leaf!r}.")
+        given = f"the shape {leaf.shape}" if hasattr(leaf, "shape") else repr(leaf)
+        raise ValueError(f"A projection must be an array [..., num_features, dim], got {given}.")
     parts, structure = jax.tree.flatten(leaf)
     num_stack_axes = len(leaf.shape) - 2
     return structure, tuple(

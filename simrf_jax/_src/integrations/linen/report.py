@@ -37,7 +37,7 @@ def attention_report(
 
     Returns:
       A dict with a named tuple for each adapter, by its path in the model; it prints as a table. A
-      stack of layers has one for each, such as ``"layers/attention/attention_fn[2]"``. The fields
+      stack of layers has one for each, such as ``"layers.attention.attention_fn[2]"``. The fields
       have one number for each query head, averaged over the batch.
 
       - ``relative_error``, ``output_error``, ``row_sum_mean``, ``effective_rank`` and
@@ -83,7 +83,7 @@ def _calls(
         if isinstance(node, Mapping):
             yield from _calls(node, (*path, name))
         else:
-            yield "/".join(path), node
+            yield ".".join(path), node
 
 
 def _paths(collection: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
@@ -92,4 +92,4 @@ def _paths(collection: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterato
         if isinstance(node, Mapping):
             yield from _paths(node, (*path, name))
         elif name == "projection":
-            yield "/".join(path)
+            yield ".".join(path)

@@ -119,6 +119,7 @@ def linearize(
     where: Callable[[str, nnx.MultiHeadAttention], bool] | None = None,
     wrap: Wrap | None = None,
     call: Callable[[Any, Any], Any] | None = None,
+    progress: Callable[[list[str]], Iterable[str]] = iter,
     rngs: nnx.Rngs,
     **options: Any,
 ) -> Linearization:
@@ -151,7 +152,7 @@ def linearize(
     batches, are in memory together, and so are the ranks by score of all pairs of tokens of a
     causal layer. The report compares all pairs of tokens of a batch: use small batches. Equal
     arguments and keys give equal results. The logger ``simrf_jax`` reports each layer at level
-    INFO. For a progress bar, pass ``tqdm.tqdm(batches)``.
+    INFO. Most of the time goes to the choices, of which ``progress=tqdm.tqdm`` shows a bar.
 
     Args:
       model: A model with ``nnx.MultiHeadAttention`` layers. Its mode is not changed: call
@@ -175,6 +176,8 @@ def linearize(
         than attend; see ``swap_attention``.
       call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``. It is
         compiled by ``nnx.jit``.
+      progress: Function such as ``tqdm.tqdm`` that gets the list of the layers' paths, returns an
+        iterable of them, and may show how many are done.
       rngs: Source of the keys for W and for the steps.
       **options: Other keywords of ``RandomFeatureAttention``, such as ``masks`` or ``is_causal``,
         which models that pass causal masks need.
@@ -279,8 +282,9 @@ def linearize(
     limit = math.inf if budget is None else budget
     exact = {path: layer.exact_operations() for path, layer in layers.items()}
     most, judged = most_operations(layers, exact, tried, limit), {}
-    for path, layer in layers.items():
-        judged[path] = layer.choose(tried, most[path], num_steps, optimizer, features_key(rngs))
+    for path in progress([*layers]):
+        prng_key = features_key(rngs)
+        judged[path] = layers[path].choose(tried, most[path], num_steps, optimizer, prng_key)
         _log(path, judged[path], len(judged), len(layers))
     chosen = share_out(judged, exact, limit)
     adapters = {path: one.adapter for path, one in chosen.items()}

@@ -37,7 +37,7 @@ def attention_report(
 
     Returns:
       A dict with a named tuple for each adapter, by its path in the model; it prints as a table. A
-      stack of layers has one for each, such as ``"blocks/attention/attention_fn[2]"``. The fields
+      stack of layers has one for each, such as ``"blocks.attention.attention_fn[2]"``. The fields
       have one number for each query head, averaged over the batch.
 
       - ``relative_error``, ``output_error``, ``row_sum_mean``, ``effective_rank`` and
@@ -67,7 +67,7 @@ def attention_report(
       (2,)
     """
     adapters = {
-        "/".join(map(str, path)): node
+        ".".join(map(str, path)): node
         for path, node in nnx.iter_graph(model)
         if isinstance(node, RandomFeatureAttention)
     }
