@@ -5,9 +5,11 @@ transposed, and every module has another name. ``swap_attention`` then changes t
 layers, and ``calibrate`` fits the features to texts. Nothing is trained. With ``--relative_error``
 or ``--budget``, ``linearize`` chooses the features, band and exact keys of each layer instead, and
 ``--steps`` lets it learn features. It fits to help pages of Python and judges on source code.
+``--output_steps`` then learns all learned features again, from the embeddings of the help pages.
 
 Run: python -m examples.hugging_face --model_dir=DIR [--length 128] [--features 112]
      python -m examples.hugging_face --model_dir=DIR --relative_error=0.03 [--steps 100]
+         [--output_steps 100]
      python -m examples.hugging_face --model_dir=DIR --budget=0.9
 
 DIR holds ``config.json``, ``model.safetensors`` and ``tokenizer.json``, such as those of
@@ -33,7 +35,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from simrf_jax.integrations.nnx import calibrate, linearize, swap_attention
+from simrf_jax.integrations.nnx import LearnedRows, calibrate, linearize, swap_attention
 
 Model = TypeVar("Model", bound=nnx.Module)
 
@@ -80,6 +82,8 @@ WAYS: dict[str, dict[str, Any]] = {
 NUM_FIT, NUM_TEST = 8, 16  # Texts.
 # Texts for ``linearize``, which learns from two at a time.
 NUM_LEARN, NUM_JUDGE, BATCH = 24, 8, 2
+# Texts of a step that learns from embeddings, and its rate.
+OUTPUT_BATCH, OUTPUT_RATE = 4, 1e-2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,6 +302,48 @@ def load_texts(tokenizer: Any, length: int, texts: Iterable[str] | None = None) 
     return np.array(cut).reshape(-1, length)
 
 
+def load_windows(tokenizer: Any, length: int) -> np.ndarray:
+    """Returns all topics of ``help()`` in pieces, each begun and ended as a text is.
+
+    Args:
+      tokenizer: A ``tokenizers.Tokenizer``.
+      length: Number of tokens of each piece; what is left of a topic is dropped.
+    """
+    found, step = [], length - 2
+    for text in tokenizer.encode_batch([*pages().values()]):
+        first, *tokens, last = text.ids
+        pieces = (tokens[i : i + step] for i in range(0, len(tokens), step))
+        found += [[first, *piece, last] for piece in pieces if len(piece) == step]
+    return np.array(found).reshape(-1, length)
+
+
+def learn_outputs(model: Encoder, texts: np.ndarray, exact: np.ndarray, num_steps: int) -> None:
+    """Learns the features of all layers from the embeddings of softmax attention.
+
+    The weights of the model stay as they are. Each step takes some of the texts.
+
+    Args:
+      model: The encoder, with adapters that have learned features.
+      texts: Tokens ``[n, length]``.
+      exact: The embeddings of the texts, ``[n, width]``.
+      num_steps: Number of steps.
+    """
+    optimizer = optax.adam(optax.cosine_decay_schedule(OUTPUT_RATE, num_steps))
+    trainer = nnx.Optimizer(model, optimizer, wrt=LearnedRows)
+
+    @nnx.jit
+    def step(model: Encoder, trainer: Any, tokens: jax.Array, exact: jax.Array) -> None:
+        def loss(model: Encoder) -> jax.Array:
+            return jnp.sum(jnp.square(model(tokens) - exact)) / jnp.sum(jnp.square(exact))
+
+        trainer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, LearnedRows))(model))
+
+    rng = np.random.default_rng(0)
+    for _ in range(num_steps):
+        chosen = rng.choice(len(texts), OUTPUT_BATCH, replace=False)
+        step(model, trainer, texts[chosen], exact[chosen])
+
+
 def compare(
     model: Encoder, fit: np.ndarray, test: np.ndarray, num_features: int
 ) -> dict[str, float]:
@@ -340,10 +386,13 @@ def main() -> None:
     parser.add_argument("--relative_error", type=float)
     parser.add_argument("--budget", type=float)
     parser.add_argument("--steps", type=int, default=0)
+    parser.add_argument("--output_steps", type=int, default=0)
     options = parser.parse_args()
     chooses = options.relative_error is not None or options.budget is not None
     if options.steps and not chooses:
         parser.error("--steps needs --relative_error or --budget.")
+    if options.output_steps and not options.steps:
+        parser.error("--output_steps needs --steps, whose features it learns further.")
     if options.features is not None and chooses:
         parser.error("--relative_error and --budget choose features: they take no --features.")
     num_features = 112 if options.features is None else options.features
@@ -359,12 +408,16 @@ def main() -> None:
     texts = rng.permutation(load_texts(tokenizer, options.length))
     model = load_model(folder / "model.safetensors", EncoderConfig.of(folder / "config.json"))
     if chooses:
-        code = rng.permutation(load_texts(tokenizer, options.length, sources()))
+        code = rng.permutation(load_texts(tokenizer, options.length, sources()))[:NUM_JUDGE]
+        windows = load_windows(tokenizer, options.length) if options.output_steps else texts[:0]
+        embed = nnx.jit(lambda model, tokens: model(tokens))
+        exact = [np.asarray(embed(model, x)) for x in np.split(windows, range(8, len(windows), 8))]
+        of_code = embed(model, code)
         optimizer = optax.adam(optax.cosine_decay_schedule(0.1, options.steps or 1))
         report = linearize(
             model,
             [jnp.asarray(texts[i : i + BATCH]) for i in range(0, NUM_LEARN, BATCH)],
-            [jnp.asarray(code[:NUM_JUDGE])],
+            [jnp.asarray(code)],
             relative_error=options.relative_error,
             budget=options.budget,
             num_steps=options.steps,
@@ -372,6 +425,10 @@ def main() -> None:
             rngs=nnx.Rngs(0),
         )
         print(report)
+        if options.output_steps:
+            learn_outputs(model, windows, np.concatenate(exact), options.output_steps)
+            found = jnp.mean(cosines(embed(model, code), of_code))
+            print(f"After learning from embeddings: cosine {found:.4f}.")
         return
     fit, test = texts[:NUM_FIT], texts[NUM_FIT : NUM_FIT + NUM_TEST]
     print(f"Cosine of the embeddings of {len(test)} texts to those of softmax attention:")

@@ -5,6 +5,7 @@ import os
 import pydoc_data.topics
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +143,27 @@ def test_pages_are_cut_and_ended_like_whole_texts(topics):
     rows = hf.load_texts(Characters(), 15)
     assert rows.shape == (5, 15)  # topic5 has 11 tokens.
     np.testing.assert_array_equal(rows[2], [1000, *map(ord, "222\n\nmore of "), 2000])
+
+
+def test_windows_cover_the_pages(topics):
+    rows = hf.load_windows(Characters(), 7)
+    texts = ["".join(map(chr, row[1:-1])) for row in rows]
+    assert texts[4:6] == ["222\n\n", "more "]  # Of topic2.
+    assert {(row[0], row[-1]) for row in rows.tolist()} == {(1000, 2000)}
+
+
+@pytest.mark.slow
+def test_learning_from_embeddings_brings_them_nearer():
+    model = hf.Encoder(TINY, rngs=nnx.Rngs(0))
+    texts = np.asarray(jax.random.randint(jax.random.key(0), (12, 8), 0, 9))
+    exact = np.asarray(model(texts))
+    weights = nnx.state(model.blocks[0].mlp_in)
+    hf.swap_attention(model, 2, feature_map="learned", rngs=nnx.Rngs(1))
+    hf.calibrate(model, [texts])
+    before = np.linalg.norm(model(texts) - exact)
+    hf.learn_outputs(model, texts, exact, 40)
+    assert np.linalg.norm(model(texts) - exact) < 0.8 * before
+    chex.assert_trees_all_equal(nnx.state(model.blocks[0].mlp_in), weights)
 
 
 def test_texts_of_other_kinds():
