@@ -341,7 +341,7 @@ def learn_outputs(model: Encoder, texts: np.ndarray, exact: np.ndarray, num_step
     rng = np.random.default_rng(0)
     for _ in range(num_steps):
         chosen = rng.choice(len(texts), OUTPUT_BATCH, replace=False)
-        step(model, trainer, texts[chosen], exact[chosen])
+        step(model, trainer, jnp.asarray(texts[chosen]), jnp.asarray(exact[chosen]))
 
 
 def compare(

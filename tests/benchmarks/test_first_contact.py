@@ -115,7 +115,7 @@ def test_on_a_gpu_its_kernels_are_checked_and_timed(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     size = {"checked": (150,), "lengths": (197,), "before": ()}
     checks = [name for name, _ in first_contact.pieces(size) if "pallas" in name]
-    modes = ("bidirectional", "causal")
+    modes = contact_checks.MODES
     assert checks == [f"check, 150 tokens, {mode}, bfloat16, pallas_gpu" for mode in modes]
     for is_causal, other in ((False, "xla"), (True, "pallas_gpu")):
         found = attention_candidates.programs(197, is_causal=is_causal)
