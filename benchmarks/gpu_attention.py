@@ -23,18 +23,18 @@ from benchmarks import command_line
 
 HEADS, DIM, NUM_FEATURES, BANDWIDTH, RUNS = 12, 64, 128, 64, 9
 SIZES = ((8, 1024), (8, 4096), (1, 16_384), (8, 512), (8, 256))  # Batch and length.
-LEAST_OF_XLA = 1024  # Its programs take the longest to compile.
 MODES = ("bidirectional", "causal", "band", "causal band", "packed", "causal packed")
-PLAIN = MODES[:2]  # Those of cuDNN; the others have the first sizes, and XLA the first two.
+PLAIN = MODES[:2]  # The modes that cuDNN has.
+# How many of the sizes are measured.
+PLAIN_SIZES = {"kernels": 5, "XLA": 3, "cuDNN": 5}
+ORDERED_SIZES = {"kernels": 3, "XLA": 2}
 
 
 def cases():
     """Yields what to measure: the candidate, the mode, the size, and whether with gradients."""
     for mode, size, name in itertools.product(MODES, SIZES, ("kernels", "XLA", "cuDNN")):
-        is_plain = mode in PLAIN
-        if name == "XLA" and size not in SIZES[: 3 if is_plain else 2]:
-            continue
-        if not is_plain and (name == "cuDNN" or size[1] < LEAST_OF_XLA):
+        most = PLAIN_SIZES if mode in PLAIN else ORDERED_SIZES
+        if SIZES.index(size) >= most.get(name, 0):
             continue
         for backward in (False, True):
             names = ("candidate", "mode", "batch", "length", "backward")
@@ -103,7 +103,11 @@ def microseconds(program, arrays):
 
 def work(cases, are_compiled, turn, rows):
     """Compiles some cases at the same time as other processes, then measures them in its turn."""
-    programs = [program_of(case) for case in cases]
+    try:
+        programs = [program_of(case) for case in cases]
+    except Exception as error:
+        rows.put(error)
+        raise
     are_compiled.wait()
     for case, (program, arrays) in zip(cases, programs, strict=True):
         with turn:
@@ -128,7 +132,10 @@ def main():
         worker.start()
     rows, device = [], jax.devices()[0].device_kind
     for _ in command_line.bar(todo, "measured"):
-        rows.append(shared[-1].get(timeout=300))
+        row = shared[-1].get()
+        if isinstance(row, Exception):
+            raise row
+        rows.append(row)
         command_line.show(str(rows[-1]))
         output.write_text(json.dumps({"device": device, "rows": rows}, indent=1) + "\n")
 

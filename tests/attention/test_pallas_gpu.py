@@ -348,11 +348,14 @@ def test_programs_that_share_the_chunks_of_a_head(
 
 
 ORDERS = {
-    "causal": {},
-    "in parts": {},
-    "packed": {"segment_ids": SEGMENTS, "is_causal": False},
-    "causal packed band": {"segment_ids": SEGMENTS, "exact_bandwidth": 9},
-    "causal and packed, in parts": {"segment_ids": SEGMENTS},
+    "causal": (60, {}),
+    "in parts": (60, {}),
+    "packed": (60, {"segment_ids": SEGMENTS, "is_causal": False}),
+    "causal packed band": (60, {"segment_ids": SEGMENTS, "exact_bandwidth": 9}),
+    "causal and packed, in parts": (60, {"segment_ids": SEGMENTS}),
+    # The segment ends in its part.
+    "packed, in parts, first part": (30, {"segment_ids": SEGMENTS, "is_causal": False}),
+    "packed, in parts, last part": (136, {"segment_ids": SEGMENTS, "is_causal": False}),
 }
 
 
@@ -368,7 +371,7 @@ def test_what_is_not_finite_reaches_only_who_sees_it_in_order(
 
     if "parts" in mode:
         monkeypatch.setattr(chunks, "LEAST_CHUNKS", 1)
-    arrays, place, index, options = tokens(140, heads=1), 60, np.arange(140), ORDERS[mode]
+    (place, options), arrays, index = ORDERS[mode], tokens(140, heads=1), np.arange(140)
     is_bad = index == place if which == "query" else index >= place * options.get("is_causal", True)
     if "segment_ids" in options:
         is_bad &= SEGMENTS[place] == SEGMENTS
@@ -464,6 +467,23 @@ def test_calls_in_order_that_the_kernels_cannot_take(hopper, mode, lengths, opti
     q, k, v = tokens(*lengths, **options)
     with pytest.raises(ValueError, match=message):
         in_kernel(q, k, v, projection(rows, q.shape[-1]), **mode)
+
+
+@interpreted
+def test_long_queries_attend_to_their_band(interpreter):
+    q, k, v = tokens(40, heads=1)
+    q = q.at[20].multiply(1e24)
+    options = {"is_causal": True, "exact_bandwidth": 5}
+    got, want = (attend(q, k, v, projection(22, DIM), **options) for attend in (in_kernel, by_xla))
+    assert reference.relative_error(got[20], want[20]) <= 5e-3
+
+
+@interpreted
+def test_a_band_may_be_wider_than_packed_sequences(interpreter):
+    q, k, v = tokens(20, heads=1)
+    options = {"segment_ids": np.arange(20) // 9, "exact_bandwidth": 2**20}
+    got, want = (attend(q, k, v, projection(22, DIM), **options) for attend in (in_kernel, by_xla))
+    assert reference.relative_error(got, want) <= 5e-3
 
 
 @pytest.mark.fast

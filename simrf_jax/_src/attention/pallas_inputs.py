@@ -22,7 +22,7 @@ from simrf_jax._src.features.log_space import SIDES, Side
 from simrf_jax._src.projections import ProjectionLike
 
 LOG2E = math.log2(math.e)
-# Larger components of a query count as not finite, because their squares are not.
+# Larger components of a query have squares that may not be finite.
 LARGEST_QUERY = 1e18
 
 
@@ -128,8 +128,9 @@ def query_factors(estimator: Estimator, call: Call) -> Float[Array, "B N T"]:
     query = call.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
     query = query.astype(jnp.float32)
     # The kernels flag queries that are not finite. Without this, 0 * NaN would reach gradients
-    # here.
-    query = jnp.where(jnp.abs(query) < LARGEST_QUERY, query, 0) * (root * sign)
+    # here. The features of very long ones vanish beside exact weights.
+    query = jnp.where(jnp.isfinite(query), jnp.clip(query, -LARGEST_QUERY, LARGEST_QUERY), 0)
+    query *= root * sign
 
     def of_heads(x: jax.Array) -> jax.Array:
         return x[None, None, :, None]

@@ -308,7 +308,7 @@ def random_feature_attention(
         support bidirectional attention in bfloat16 with heads of width 64 or 128, on GPUs of
         compute capability 9 (H100, H200, GH200), with jax 0.11 or newer. Where asked, they also
         support causal and packed attention and exact bands, with heads of width 64 and at most 128
-        rows of W. There, later tokens may change how causal outputs round, a key with a component
+        rows of W. Later tokens may change how causal outputs round, a key with a component
         above 1e15 counts as not finite, and a value only if it is infinite or NaN.
       segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
         attends only to keys of its own segment. Neighbors with equal ids belong to one segment.

@@ -36,7 +36,7 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
       estimator: W, the feature map and options.
       call: The call.
       is_asked: True if the caller chose the kernels. If False, they are used only for bidirectional
-        attention, and where each device is known to get its own tokens.
+        attention without segments or a band, and where each device is known to get its own tokens.
     """
     return (
         _reason_against_device()
@@ -100,7 +100,8 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
             f"{mode} has heads {WIDTH_IN_ORDER} wide and at most {ROWS_IN_ORDER} rows of W, "
             f"got {widths[0]} and {widths[1]}, and {num_rows}"
         )
-    most = lengths[0] * (1 if call.segment_ids is None else 2 + (estimator.exact_bandwidth or 0))
+    reach = min(estimator.exact_bandwidth or 0, lengths[0] - 1)
+    most = lengths[0] * (1 if call.segment_ids is None else 2 + reach)
     if most >= MOST_POSITIONS:
         return f"positions in float32 must be less than {MOST_POSITIONS}, got up to {most}"
     return None

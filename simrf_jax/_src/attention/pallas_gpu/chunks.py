@@ -1,15 +1,16 @@
-r"""Causal random-feature attention in a Mosaic GPU kernel.
+r"""Causal random-feature attention in a Mosaic GPU kernel, or in reverse.
 
-A program goes through the chunks of a head in order. It carries the state of the rows of W: the
-mean of the values that each row has read so far, and the log-sum-exp of its exponents. Each of two
+A program goes through the chunks of a head in order, or in the reverse order. It carries the state
+of the rows of W: the mean of the values that each row has read so far, and the log-sum-exp of its
+exponents. The state of packed sequences is that of the segment of the last key. Each of two
 warp groups has half of the rows and half of the queries of a chunk. For each chunk,
 
 1. a row writes its state to shared memory, and the features of the keys of the chunk. Features are
    in the row's unit, the largest exponent of the state and the chunk. Then the row adds the keys of
    the chunk to its state.
-2. a query reads the state of before the chunk, and the keys of the chunk up to its own. Its weight
-   for a key is the product of their features, summed over the rows, so two matrix products read
-   the chunk.
+2. a query reads the state of before the chunk, if it is of its segment, and the keys of the chunk
+   that it sees. Its weight for a key is the product of their features, summed over the rows, so
+   two matrix products read the chunk.
 
 The unit of a row may come from a key that a query must not see, and be so large that the features
 of the keys it does see vanish. Where a feature could, ``Program.by_pairs`` computes the weights of
@@ -67,36 +68,24 @@ class Operands(NamedTuple):
 
     Attributes:
       queries: Queries, and numbers of the segments of packed sequences, if there are any.
-      keys: Keys, their values and their terms; minus infinity hides a key, and NaN marks one that
-        is not finite or has a value that is not. Numbers of segments follow those of the queries.
-      query_rows: W of queries, to base 2, as parts ``[1, 1 or K, ROWS, H]``.
-      key_rows: W of keys.
-      row_terms: Logarithms of what multiplies the features of a row, ``[1, 1 or K, ROWS]``.
+      keys: The same number of keys, their values and their terms; minus infinity hides a key, and
+        NaN marks one that is not finite or has a value that is not. Numbers of segments follow
+        those of the queries, and then all values must be finite.
+      rows: W of queries and W of keys, to base 2, two parts each, and logarithms of what multiplies
+        the features of a row.
     """
 
     queries: Side
     keys: Side
-    query_rows: tuple[jax.Array, ...]
-    key_rows: tuple[jax.Array, ...]
-    row_terms: jax.Array
+    rows: Side
 
-    def scan(self, own: Side, others: Side, rows: Side, start: int, **options: Any) -> Scan:
-        """Returns a kernel.
-
-        Args:
-          own: Tokens for which there are results, as in ``Scan``.
-          others: Tokens that they see.
-          rows: Rows of W.
-          start: Position of the other token that is in the place of the first own one.
-          options: Other fields of ``Scan``.
-        """
-        own, others = own.since(max(0, -start)), others.since(max(0, start))
-        return Scan(own, others, rows, is_packed=len(self.queries.numbers) > 0, **options)
+    @property
+    def is_packed(self) -> bool:
+        """True if there are segments."""
+        return len(self.queries.numbers) > 0
 
 
-def attend(
-    operands: Operands, interpret: Any, *, start: int = 0, is_reversed: bool = False
-) -> Read:
+def attend(operands: Operands, interpret: Any, *, is_reversed: bool) -> Read:
     """Lets each query attend to the keys up to the one in its place, or from it on.
 
     A key or a value that is not finite turns the outputs of the queries that see it into NaN, and
@@ -105,13 +94,9 @@ def attend(
     Args:
       operands: The arrays.
       interpret: Parameters of the interpreter, or None to compile.
-      start: Position of the key that is in the place of the first query, a multiple of
-        ``MULTIPLE``, maybe negative.
       is_reversed: True to attend to the keys from that in the query's place on.
     """
-    queries, keys, query_rows, key_rows, row_terms = operands
-    rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    scan = operands.scan(queries, keys, rows, start, stages=2, is_reversed=is_reversed)
+    scan = Scan(*operands, 2, is_reversed, operands.is_packed)
     return Read(*scan.run(Attention, interpret))
 
 
@@ -122,7 +107,8 @@ class Scan:
     Attributes:
       own: Tokens for which there are results. A kernel overwrites their first vectors in shared
         memory by vectors that result, and each token has one number that results.
-      others: Tokens, and their values. Each own token sees those up to the one in its place.
+      others: The same number of tokens, and their values. Each own token sees those up to the one
+        in its place.
       rows: Rows of W of the own tokens and of the others, two parts each, and their terms.
       stages: Chunks that are loaded at once.
       is_reversed: True to go from the last chunk to the first one, so that each own token sees
@@ -135,25 +121,20 @@ class Scan:
     others: Side
     rows: Side
     stages: int
-    is_reversed: bool = False
-    is_packed: bool = False
-
-    @property
-    def length(self) -> int:
-        """Number of own tokens that have a token in their place; the next ones see nothing."""
-        return min(self.own.length, self.others.length)
+    is_reversed: bool
+    is_packed: bool
 
     @property
     def parts(self) -> int:
         """Number of programs that share the chunks of a head."""
         num_programs = self.own.vectors[0].shape[0] * self.num_heads
-        num_chunks = ceil_div(self.length, CHUNK)
+        num_chunks = ceil_div(self.own.length, CHUNK)
         return max(1, min(SMS // num_programs, num_chunks // LEAST_CHUNKS))
 
     @property
     def num_chunks(self) -> int:
         """Number of chunks of a program."""
-        return ceil_div(self.length, CHUNK * self.parts)
+        return ceil_div(self.own.length, CHUNK * self.parts)
 
     @property
     def num_heads(self) -> int:
@@ -172,7 +153,7 @@ class Scan:
         """
         own, others, rows, stages = self.own, self.others, self.rows, self.stages
         batch, num = own.vectors[0].shape[0], self.num_chunks
-        before = self._before(program, interpret) if self.parts > 1 else []
+        before = self._before(interpret) if self.parts > 1 else []
 
         def kernel(
             refs: Any,
@@ -232,7 +213,7 @@ class Scan:
                     *vector_refs, number_ref = out_refs
                     # Those that result are in the place of the first ones.
                     for x, ref in zip(tile.vectors, vector_refs, strict=False):
-                        target = place.of(ref, own.start + first, TILE, are_tokens=True)
+                        target = place.of(ref, first, TILE, are_tokens=True)
                         plgpu.copy_smem_to_gmem(x, target)
                     number = memory["found"].at[group]
                     plgpu.copy_smem_to_gmem(number, place.of(number_ref, first, TILE))
@@ -249,41 +230,24 @@ class Scan:
         outputs, scratch = self._outputs(program), self._memory(len(before))
         grid = (batch, self.num_heads, self.parts, 1)
         found = launch(program.name, kernel, arrays, outputs, scratch, grid, interpret)
-        return self._fill(*found, fill=program.fill)
-
-    def _fill(self, *found: jax.Array, fill: float) -> tuple[jax.Array, ...]:
-        """Returns the results of all tokens, zeros and ``fill`` where nothing is seen."""
         *vectors, numbers = found
-        before, length = self.own.start, self.own.start + self.own.length
-        after = length - before - self.length
-        numbers = jnp.pad(
-            numbers[..., : self.length],
-            [(0, 0), (0, 0), (before, after)],
-            constant_values=fill,
-        )
-        if before or after:
-            position = jnp.arange(length)[None, :, None, None]
-            has_result = (position >= before) & (position < length - after)
-            vectors = [jnp.where(has_result, x, 0) for x in vectors]
-        return *vectors, numbers
+        return *vectors, numbers[..., : own.length]
 
-    def _before(self, program: type[Program], interpret: Any) -> list[jax.Array]:
+    def _before(self, interpret: Any) -> list[jax.Array]:
         """Returns the state of the rows before the first chunk of each part.
 
         It has means of the values, ``[parts * B, heads, ROWS, D]``, log-sum-exps and, if there are
         such numbers, segments and means of the offsets.
         """
         others, rows = self.others, Side(False, self.rows.vectors[2:])
-        terms, *offsets = (x[..., : self.length] for x in others.numbers)
+        terms, *offsets = (x[..., : others.length] for x in others.numbers)
         last_segments = None
         if self.is_packed:
             *offsets, segments = offsets
             terms, last_segments = self._of_last_segments(terms, segments)
-        last = others.start + self.length
-        vectors, values = (x[:, others.start : last] for x in others.vectors)
-        if program.hides_what_is_not_finite:  # 0 * NaN is not 0.
-            is_some = jnp.swapaxes(terms != -jnp.inf, 1, 2)[..., None]
-            vectors, values = (jnp.where(is_some, x, 0) for x in (vectors, values))
+        # Hidden ones and those of segments that have ended may not be finite, and 0 * NaN is not 0.
+        is_some = jnp.swapaxes(terms != -jnp.inf, 1, 2)[..., None]
+        vectors, values = (jnp.where(is_some, x, 0) for x in others.vectors)
 
         def attend(values: jax.Array) -> Read:
             side = Side(True, (vectors, values), (terms,), others.fills[:1])
@@ -326,17 +290,17 @@ class Scan:
           The terms, and the last segments ``[parts, B]`` in the order of the kernel.
         """
         size = self.num_chunks * CHUNK
-        padding = [(0, 0), (0, 0), (0, self.parts * size - self.length)]
+        padding = [(0, 0), (0, 0), (0, self.parts * size - self.others.length)]
         of_parts = jnp.pad(segments, padding, mode="edge")
         of_parts = of_parts.reshape(len(segments), 1, self.parts, size)
         last = of_parts[..., :1] if self.is_reversed else of_parts[..., -1:]
-        is_last = (of_parts == last).reshape(len(segments), 1, -1)[..., : self.length]
+        is_last = (of_parts == last).reshape(len(segments), 1, -1)[..., : self.others.length]
         last = last[:, 0, :, 0].T
         return jnp.where(is_last, terms, -jnp.inf), last[::-1] if self.is_reversed else last
 
     def _outputs(self, program: type[Program]) -> list[jax.ShapeDtypeStruct]:
         """Returns the shapes of the arrays that result."""
-        batch, length = self.own.vectors[0].shape[:2]  # Not all of which have results.
+        batch, length = self.own.vectors[0].shape[:2]
         # A copy would write the numbers of chunks after the last one to the next head.
         covered = self.parts * self.num_chunks * CHUNK
         vectors = [
@@ -387,8 +351,6 @@ class Program(abc.ABC):
     Attributes:
       name: Name of the kernel in a profile.
       num_vectors: Number of vectors that result.
-      fill: Number of a token that sees nothing.
-      hides_what_is_not_finite: True if others with a term of minus infinity may not be finite.
       scan: The kernel.
       group: Number of the warp group.
       half: Its rows, and its tokens.
@@ -396,8 +358,6 @@ class Program(abc.ABC):
 
     name: ClassVar[str]
     num_vectors: ClassVar[int] = 1
-    fill: ClassVar[float] = 0.0
-    hides_what_is_not_finite: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -589,7 +549,6 @@ class Attention(Program):
     """The outputs of queries, and their log-sum-exps."""
 
     name = "causal_pass"
-    fill = -jnp.inf
 
     def in_units(self, own: Tile, others: Tile) -> None:
         logits = products(own.vectors, self.own_rows)

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from simrf_jax._src.attention.pallas_gpu.chunks import CHUNK, LIMIT, Operands, Program
+from simrf_jax._src.attention.pallas_gpu.chunks import CHUNK, LIMIT, Operands, Program, Scan
 from simrf_jax._src.attention.pallas_gpu.flash import Read
 from simrf_jax._src.attention.pallas_gpu.gradient import LN2, OfOutputs, side_of
-from simrf_jax._src.attention.pallas_gpu.kernels import Side, Tile
+from simrf_jax._src.attention.pallas_gpu.kernels import Tile
 from simrf_jax._src.attention.pallas_gpu.tiles import (
     TILE,
     add_weighted,
@@ -52,13 +52,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    operands: Operands,
-    found: Read,
-    of_out: jax.Array,
-    interpret: Any,
-    *,
-    start: int,
-    is_reversed: bool,
+    operands: Operands, found: Read, of_out: jax.Array, interpret: Any, *, is_reversed: bool
 ) -> Gradients:
     """Returns the gradients of all but the rows.
 
@@ -68,10 +62,9 @@ def gradients(
         other keys.
       of_out: Gradient of the outputs.
       interpret: Parameters of the interpreter, or None to compile.
-      start: Position of the key, as in ``chunks.attend``.
       is_reversed: True to attend to the keys from that in the query's place on.
     """
-    queries, keys, query_rows, key_rows, row_terms = operands
+    queries, keys, rows = operands
     _, *of_queries, of_out = OfOutputs.of(*found, of_out)
     terms, *segments = keys.numbers
     terms = jnp.where(jnp.isnan(terms), -jnp.inf, terms)
@@ -79,13 +72,11 @@ def gradients(
     side = side_of(True, queries.vectors, of_out, *of_queries)
     numbers, fills = side.numbers + queries.numbers, side.fills + queries.fills
     queries = side._replace(numbers=numbers, fills=fills)
-    rows = Side(False, (*query_rows, *key_rows), (row_terms,), (-jnp.inf,))
-    scan = operands.scan(queries, keys, rows, start, stages=1, is_reversed=is_reversed)
+    scan = Scan(queries, keys, rows, 1, is_reversed, operands.is_packed)
     of_query, of_query_terms = scan.run(OfQueries, interpret)
-    rows = rows._replace(vectors=(*key_rows, *query_rows))
-    scan = operands.scan(keys, queries, rows, -start, stages=1, is_reversed=not is_reversed)
-    of_key, of_value, of_terms = scan.run(OfKeys, interpret)
-    of_keys = summed((of_key, of_value, of_terms), keys.vectors[0].shape[2])
+    rows = rows._replace(vectors=rows.vectors[2:] + rows.vectors[:2])
+    scan = Scan(keys, queries, rows, 1, not is_reversed, operands.is_packed)
+    of_keys = summed(scan.run(OfKeys, interpret), keys.vectors[0].shape[2])
     return Gradients(of_query, *of_keys, of_query_terms * LN2)
 
 
@@ -109,8 +100,6 @@ def summed(
 
 class _Gradient(Program):
     """The sums of exponents that queries and keys have in common."""
-
-    hides_what_is_not_finite = True
 
     def exponents_of_own(self, own: Tile) -> jax.Array:
         """Returns the exponents of the features of the own tokens, ``[TILE, rows]``."""

@@ -1,4 +1,4 @@
-"""The gradient of softmax attention for one side, rows or keys, in a Mosaic GPU kernel.
+"""The gradient of softmax attention for one side, rows, keys or queries, in a Mosaic GPU kernel.
 
 An attention gives a vector x of one side and a vector y of the other the weight
 ``p = exp2(x . y + a + b)``, with numbers a of x and b of y. The gradient of a logit is

@@ -23,7 +23,6 @@ from simrf_jax._src.attention.pallas_gpu.flash import Read
 from simrf_jax._src.attention.pallas_gpu.gradient import OfOutputs, side_of
 from simrf_jax._src.attention.pallas_gpu.kernels import Band, Side
 from simrf_jax._src.attention.pallas_gpu.operands import (
-    MULTIPLE,
     NO_SEGMENT,
     Near,
     Operands,
@@ -37,66 +36,54 @@ from simrf_jax._src.attention.random_features import xla
 
 
 class Far(NamedTuple):
-    """A pass over the keys up to a position, if it is not positive, or from a positive one on.
+    """A pass by features, in which the query at t sees keys up to or from a position on.
 
-    Copies begin at multiples of ``MULTIPLE``, so queries are moved to later places if need be.
+    Queries are moved to the places of these keys.
 
     Attributes:
-      start: The position, relative to that of the query.
+      start: If it is positive, the query sees the keys from ``t + start`` on, and otherwise those
+        up to there.
     """
 
     start: int
 
     def read(self, operands: Operands, interpret: Any) -> Read:
         """Returns what the queries read."""
-        found = chunks.attend(self._operands(operands), interpret, **self._order())
-        return Read(self._back(found.out, 1), self._back(found.lse, 2))
+        moved, is_reversed = self._operands(operands), self.start > 0
+        out, lse = chunks.attend(moved, interpret, is_reversed=is_reversed)
+        return Read(_later(out, 1, -self.start), _later(lse, 2, -self.start, -jnp.inf))
 
     def gradients(
         self, operands: Operands, found: Read, of_out: jax.Array, interpret: Any
     ) -> chunks_gradient.Gradients:
         """Returns the gradients; the arguments are those of ``Passes.gradients``."""
-        found = Read(self._later(found.out, 1), self._later(found.lse, 2, -jnp.inf))
-        arrays, order = self._operands(operands), self._order()
-        of_out = self._later(of_out, 1)
-        part = chunks_gradient.gradients(arrays, found, of_out, interpret, **order)
-        query, query_terms = self._back(part.query, 1), self._back(part.query_terms, 2)
-        return part._replace(query=query, query_terms=query_terms)
-
-    @property
-    def _shift(self) -> int:
-        return self.start % MULTIPLE
-
-    def _order(self) -> dict[str, Any]:
-        return {"start": self.start - self._shift, "is_reversed": self.start > 0}
-
-    def _later(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = (self._shift, -self._shift % MULTIPLE)
-        return jnp.pad(x, padding, constant_values=fill)
-
-    def _back(self, x: jax.Array, axis: int) -> jax.Array:
-        length = x.shape[axis] - (MULTIPLE if self._shift else 0)
-        return lax.slice_in_dim(x, self._shift, self._shift + length, axis=axis)
+        out, of_out = (_later(x, 1, self.start) for x in (found.out, of_out))
+        found = Read(out, _later(found.lse, 2, self.start, -jnp.inf))
+        moved, is_reversed = self._operands(operands), self.start > 0
+        run = functools.partial(chunks_gradient.gradients, is_reversed=is_reversed)
+        part = run(moved, found, of_out, interpret)
+        query, terms = (
+            _later(x, axis, -self.start) for x, axis in ((part.query, 1), (part.query_terms, 2))
+        )
+        return part._replace(query=query, query_terms=terms)
 
     def _operands(self, operands: Operands) -> chunks.Operands:
         value, segments = operands.value, operands.segments
         # A value that is not finite marks its key.
         terms = _marked(operands.key_terms, value)
-        queries = Side(True, (self._later(operands.query, 1),))
+        queries = Side(True, (_later(operands.query, 1, self.start),))
         keys = Side(True, (operands.key, value), (terms,), (-math.inf,))
         if segments is not None:
             # 0 * NaN is not 0 in the states of other segments.
             value = jnp.where(jnp.isfinite(value), value, 0)
             numbers, fills = (terms, segments), (-math.inf, NO_SEGMENT)
             keys = Side(True, (operands.key, value), numbers, fills)
-            segments = self._later(segments, 2, NO_SEGMENT)
+            segments = _later(segments, 2, self.start, NO_SEGMENT)
             queries = queries._replace(numbers=(segments,), fills=(NO_SEGMENT,))
-        query_rows, key_rows = (
-            split_rows(x, chunks.ROWS) for x in (operands.query_rows, operands.key_rows)
-        )
+        rows = (split_rows(x, chunks.ROWS) for x in (operands.query_rows, operands.key_rows))
         row_terms = row_terms_of(operands, chunks.ROWS)
-        return chunks.Operands(queries, keys, query_rows, key_rows, row_terms)
+        parts = tuple(part for both in rows for part in both)
+        return chunks.Operands(queries, keys, Side(False, parts, (row_terms,), (-math.inf,)))
 
 
 class Exact(NamedTuple):
@@ -120,21 +107,16 @@ class Exact(NamedTuple):
         good, terms, offsets, of_out = OfOutputs.of(*found, of_out)
         query = split(jnp.where(good, near.query, 0))
         queries = side_of(True, query, of_out, terms, offsets, positions)
-        terms = jnp.where(jnp.isnan(near.key_terms), -jnp.inf, near.key_terms)
-        keys = self._keys(operands, terms, positions)
+        keys = self._keys(operands, near.key_terms, positions)
         run = functools.partial(gradient.gradients, num_heads=num_heads, interpret=interpret)
         (of_query,) = run(queries, keys, others=False, terms=False, band=self.band)
         of_keys = run(keys, queries, others=True, terms=True, band=self.band.reverse)
         of_key, of_value, of_terms = chunks_gradient.summed(of_keys, operands.key.shape[2])
-        of_near = near._replace(
-            query=of_query.astype(jnp.float32),
-            key_terms=of_terms[..., :length],
-            query_factors=jnp.zeros_like(near.query_factors),
-        )
-        none, none_of_terms = map(jnp.zeros_like, (operands.query, operands.key_terms))
-        return of_near, chunks_gradient.Gradients(
-            none, of_key, of_value, none_of_terms, of_near.query_factors
-        )
+        of_query, of_terms = of_query.astype(jnp.float32), of_terms[..., :length]
+        others = (operands.query, operands.key_terms, near.query_factors)
+        none, none_of_terms, none_of_factors = map(jnp.zeros_like, others)
+        part = chunks_gradient.Gradients(none, of_key, of_value, none_of_terms, none_of_factors)
+        return Near(of_query, of_terms, none_of_factors), part
 
     def _positions(self, operands: Operands) -> jax.Array:
         """Returns the positions of the tokens, farther apart than the band between segments."""
@@ -248,6 +230,13 @@ def _backward(interpret: Any, kept: Any, of_out: jax.Array) -> Any:
 
 
 attend.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _later(x: jax.Array, axis: int, by: int, fill: float = 0) -> jax.Array:
+    """Moves the entries of an axis by some places, those that leave it out."""
+    padding = [(0, 0, 0)] * x.ndim
+    padding[axis] = (by, -by, 0)
+    return lax.pad(x, jnp.asarray(fill, x.dtype), padding) if by else x
 
 
 def _marked(terms: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,7 +1,8 @@
 """Mosaic GPU kernels that sum, for each vector of one side, over all vectors of the other side.
 
-One side is the tokens of a head, and the other one the rows of W. The *own* side is the one for
-whose vectors there are results. What is summed is a ``Reduction``, such as attention or a gradient.
+One side is the tokens of a head, and the other one the rows of W or, in a band, tokens. The *own*
+side is the one for whose vectors there are results. What is summed is a ``Reduction``, such as
+attention or a gradient.
 
 A program has two warp groups that compute, each for a tile of the own side, and a third one that
 loads. There are two schedules:
@@ -57,23 +58,17 @@ class Side(NamedTuple):
         ``[B or 1, heads or 1, length, dim]``, their length a multiple of ``TILE``.
       numbers: Arrays in float32, ``[B or 1, heads or 1, length or more]``.
       fills: Numbers of vectors that do not exist, one for each array of numbers.
-      start: Position of the token that has the first numbers; those before it take no part.
     """
 
     are_tokens: bool
     vectors: tuple[jax.Array, ...]
     numbers: tuple[jax.Array, ...] = ()
     fills: tuple[float, ...] = ()
-    start: int = 0
 
     @property
     def length(self) -> int:
-        """Number of vectors of a head that take part."""
-        return self.vectors[0].shape[1 if self.are_tokens else 2] - self.start
-
-    def since(self, start: int) -> Side:
-        """Returns the tokens from a position on."""
-        return self._replace(start=start, numbers=tuple(x[..., start:] for x in self.numbers))
+        """Number of vectors of a head."""
+        return self.vectors[0].shape[1 if self.are_tokens else 2]
 
     def arrays(self, length: int) -> list[jax.Array]:
         """Returns the vectors and the numbers, these padded to a length."""
@@ -102,8 +97,7 @@ class Side(NamedTuple):
         for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
             is_vector = i < len(self.vectors)
             size = target.shape[-2 if is_vector else -1]
-            first = start + self.start if is_vector else start
-            part = place.of(source, first, size, is_vector and self.are_tokens)
+            part = place.of(source, start, size, is_vector and self.are_tokens)
             plgpu.copy_gmem_to_smem(part, target, barrier)
 
 
@@ -303,7 +297,7 @@ def _stream_other(
     length = num * width * parts
     if band is not None:
         before, after = (ceil_div(x, width) for x in band)
-        num = before + OWN // width + after
+        num = min(before + OWN // width + after, num)
         length = tiles * OWN + num * width
     store = Store(reduction, jnp.bfloat16 if parts == 1 else dtype, is_shared=True)
     used = own.bytes(OWN) + store.bytes()
