@@ -507,7 +507,7 @@ def test_layers_of_a_stack_are_logged_one_by_one(caplog):
     linen_calibrate(Scanned(), BATCHES)
     fits = logged_fits(caplog)
     assert [name for name, _, _ in fits] == [
-        f"ScanLayer_0/RandomFeatureAttention_0[{layer}]" for layer in range(3)
+        f"ScanLayer_0.RandomFeatureAttention_0[{layer}]" for layer in range(3)
     ]
     assert len({tuple(after) for _, _, after in fits}) == 3
 
