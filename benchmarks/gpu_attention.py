@@ -105,13 +105,13 @@ def work(cases, are_compiled, turn, rows):
     """Compiles some cases at the same time as other processes, then measures them in its turn."""
     try:
         programs = [program_of(case) for case in cases]
-    except Exception as error:
+        are_compiled.wait()
+        for case, (program, arrays) in zip(cases, programs, strict=True):
+            with turn:
+                rows.put(case | {"microseconds": microseconds(program, arrays)})
+    except Exception as error:  # The main process would wait for ever.
         rows.put(error)
         raise
-    are_compiled.wait()
-    for case, (program, arrays) in zip(cases, programs, strict=True):
-        with turn:
-            rows.put(case | {"microseconds": microseconds(program, arrays)})
 
 
 def main():

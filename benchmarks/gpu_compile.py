@@ -50,9 +50,9 @@ SLACK = 1.02
 def in_kernels(q, k, v, w, is_causal=False, bandwidth=None, is_packed=False):
     """Attends in the fused kernels, which without a GPU refuse a call from outside."""
     estimator = RandomFeatureMechanism(w, exact_bandwidth=bandwidth)
-    batch, length = q.shape[:2]
-    ids = jnp.arange(length) * SEGMENTS // length if is_packed else None
-    ids = None if ids is None else jnp.broadcast_to(ids, (batch, length))
+    length, ids = q.shape[1], None
+    if is_packed:
+        ids = jnp.broadcast_to(jnp.arange(length) * SEGMENTS // length, q.shape[:2])
     call = Call.of(q, k, v, is_causal=is_causal, segment_ids=ids)
     return backend.attend_compiled(estimator, call, interpret=None)
 

@@ -36,6 +36,12 @@ by_xla = functools.partial(random_feature_attention, implementation="xla")
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="Pallas interprets kernels for GPUs from jax 0.11 on."
 )
+few_examples = hypothesis.settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 DIM = 64
 
 
@@ -130,12 +136,7 @@ def test_any_shape(interpreter, shape, options):
 
 @interpreted
 @pytest.mark.slow
-@hypothesis.settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+@few_examples
 @hypothesis.given(
     length=st.integers(1, 300),
     key_length=st.integers(2, 600),
@@ -290,12 +291,7 @@ def test_bands_and_packed_sequences(interpreter, options, scale):
 
 @interpreted
 @pytest.mark.slow
-@hypothesis.settings(
-    max_examples=6,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
+@few_examples
 @hypothesis.given(
     length=st.integers(1, 300),
     ends=st.none() | st.lists(st.integers(0, 300), min_size=1, max_size=4),

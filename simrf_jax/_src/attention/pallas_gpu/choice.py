@@ -22,7 +22,7 @@ WIDTHS = (64, 128)
 WIDTH_IN_ORDER, ROWS_IN_ORDER = 64, 128
 # ``wgmma`` exists on these GPUs only: older ones have no such instruction, newer ones another one.
 CAPABILITY = "9."
-# Integers in float32.
+# float32 holds all integers below this one.
 MOST_POSITIONS = 2**24
 
 # Parameters of Pallas's interpreter, with which tests run the kernels on a CPU; None to compile.
@@ -52,7 +52,7 @@ def _reason_unasked(estimator: Estimator, call: Call) -> str | None:
     if call.is_causal:  # Which other implementations exclude.
         return "later tokens may change how earlier causal outputs round"
     if call.in_order(estimator.exact_bandwidth):
-        return "packed attention and that beside a band were not timed on a device yet"
+        return "packed attention and exact bands were not timed on a GPU yet"
     return None if runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
 
 
@@ -91,7 +91,7 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
     lengths = (call.query.shape[-3], call.key.shape[-3])
     if not call.in_order(estimator.exact_bandwidth):
         return None
-    mode = "causal or packed attention, or with an exact band,"
+    mode = "attention that is causal, packed or beside an exact band"
     if lengths[0] != lengths[1]:
         return f"{mode} has as many keys as queries, got {lengths[1]} and {lengths[0]}"
     num_rows = form.rows.shape[-2] * (2 if form.is_paired else 1)

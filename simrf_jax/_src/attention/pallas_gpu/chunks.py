@@ -512,7 +512,7 @@ class Program(abc.ABC):
         of_others = read(others.numbers[-1].at[pl.ds(start, size)], 1)
         return found & (along(read(own.numbers[-1], 0), 0, square) == along(of_others, 1, square))
 
-    def of_state(self, own: Tile, x: jax.Array, otherwise: float) -> jax.Array:
+    def if_in_segment(self, own: Tile, x: jax.Array, otherwise: float) -> jax.Array:
         """Returns ``[TILE, rows]`` where the own tokens see the state, and a number elsewhere."""
         if not self.scan.is_packed:
             return x
@@ -556,7 +556,7 @@ class Attention(Program):
         top = logits.max(axis=1)
         weights = jnp.exp2(logits - along(top, 0, logits.shape))
         of_state = weights * along(read(self.weights, 1), 1, logits.shape)
-        of_state = self.of_state(own, of_state, 0.0)
+        of_state = self.if_in_segment(own, of_state, 0.0)
         denominator = of_state.sum(axis=1)
         total = zeros(TILE, self.means.shape[-1])
         total = add_weighted(total, of_state, self.means, self.interpret)
@@ -575,7 +575,7 @@ class Attention(Program):
         self.hide(value)
         logits = products(own.vectors, self.own_rows)
         of_state = logits + along(read(self.exponents, 1), 1, logits.shape)
-        of_state = self.of_state(own, of_state, -jnp.inf)
+        of_state = self.if_in_segment(own, of_state, -jnp.inf)
         sums = zeros(TILE, self.means.shape[-1]), zeros(TILE), zeros(TILE) + LEAST
         sums = flash.add(sums, of_state, self.means, self.interpret)
         logits += along(read(self.row_terms, 1), 1, logits.shape)

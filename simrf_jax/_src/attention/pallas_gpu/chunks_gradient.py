@@ -129,7 +129,7 @@ class _Gradient(Program):
     def in_units(self, own: Tile, others: Tile) -> None:
         of_exponents = self.of_state_weights(own)
         of_state = along(read(self.weights, 1), 1, of_exponents.shape)
-        of_state = self.of_state(own, of_state, 0.0)
+        of_state = self.if_in_segment(own, of_state, 0.0)
         of_exponents *= of_state
         for start in range(0, CHUNK, TILE):
             of_weights = self.of_weights(own, others, start)
@@ -155,7 +155,7 @@ class _Gradient(Program):
     def by_pairs(self, own: Tile, others: Tile) -> None:
         exponents = self.exponents_of_own(own)
         weights = exponents + along(read(self.exponents, 1), 1, exponents.shape)
-        weights = self.of_state(own, jnp.exp2(jnp.minimum(weights, LIMIT)), 0.0)
+        weights = self.if_in_segment(own, jnp.exp2(jnp.minimum(weights, LIMIT)), 0.0)
         of_value = None
         if self.num_vectors > 1:
             of_value = zeros(TILE, self.means.shape[-1])

@@ -1,9 +1,9 @@
-"""Attention where positions matter, causal or beside an exact band, and its gradient.
+"""Attention that is causal, packed or beside an exact band, and its gradient.
 
 A query reads the keys before some position by features, in a pass through the chunks, and those
 after another position in a pass in reverse. Between the two it reads the keys of a band exactly.
-The log-sum-exps of the passes give each of them its share of the output, and with those of all
-keys, the gradient of each pass is that of its share.
+The output is the mean of what the passes read, weighted by their log-sum-exps. The gradient of a
+pass needs the output and the log-sum-exp of all passes together.
 """
 
 from __future__ import annotations
@@ -68,18 +68,16 @@ class Far(NamedTuple):
         return part._replace(query=query, query_terms=terms)
 
     def _operands(self, operands: Operands) -> chunks.Operands:
-        value, segments = operands.value, operands.segments
-        # A value that is not finite marks its key.
-        terms = _marked(operands.key_terms, value)
+        value = operands.value
         queries = Side(True, (_later(operands.query, 1, self.start),))
-        keys = Side(True, (operands.key, value), (terms,), (-math.inf,))
-        if segments is not None:
+        numbers, fills = [_marked(operands.key_terms, value)], [-math.inf]
+        if operands.segments is not None:
             # 0 * NaN is not 0 in the states of other segments.
             value = jnp.where(jnp.isfinite(value), value, 0)
-            numbers, fills = (terms, segments), (-math.inf, NO_SEGMENT)
-            keys = Side(True, (operands.key, value), numbers, fills)
-            segments = _later(segments, 2, self.start, NO_SEGMENT)
-            queries = queries._replace(numbers=(segments,), fills=(NO_SEGMENT,))
+            numbers, fills = [*numbers, operands.segments], [*fills, NO_SEGMENT]
+            moved = _later(operands.segments, 2, self.start, NO_SEGMENT)
+            queries = queries._replace(numbers=(moved,), fills=(NO_SEGMENT,))
+        keys = Side(True, (operands.key, value), (*numbers,), (*fills,))
         rows = (split_rows(x, chunks.ROWS) for x in (operands.query_rows, operands.key_rows))
         row_terms = row_terms_of(operands, chunks.ROWS)
         parts = tuple(part for both in rows for part in both)
