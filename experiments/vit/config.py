@@ -174,7 +174,8 @@ FIELDS: dict[str, Field] = {
     ),
     "model.implementation": Field(
         DEFAULT_IMPLEMENTATION,
-        "How random-feature attention is computed; default takes TPU kernels where there are any.",
+        "How random-feature attention is computed; default takes kernels for a TPU or a GPU where "
+        "they apply.",
         one_of((*IMPLEMENTATIONS, DEFAULT_IMPLEMENTATION)),
     ),
     "model.block": Field("regular", "Row-block mode of the projections.", one_of(BLOCK_MODES)),

@@ -424,6 +424,50 @@ def test_progress_is_logged(caplog):
     assert "linearize: layer 2 of 2, upper: best of 1 judged: 4, 1, 2, calibrated" in caplog.text
 
 
+class Interrupt(BaseException):
+    """The exception that ends a run, as a signal does."""
+
+
+def interrupted_after_one(paths):
+    yield paths[0]
+    raise Interrupt
+
+
+def test_an_interrupted_call_continues_from_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "runs" / "first"
+    options = {"num_steps": 2, "optimizer": optax.adam(0.1), "relative_error": 1e-6}
+    options["held_out"] = batches(2)
+
+    def run(**others):
+        model = Model()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # The error is not reached.
+            return linearize(model, **options | others), nnx.state(model)
+
+    expected = run()
+    with pytest.raises(Interrupt):
+        run(folder=folder, progress=interrupted_after_one)
+    # The first layer's errors with calibrated and with learned features, and the learned features.
+    names = {path.name for path in folder.iterdir()}
+    assert len(names) == 3
+    resumed = run(folder=str(folder))
+    chex.assert_trees_all_equal(resumed[1], expected[1])
+    assert repr(resumed[0]) == repr(expected[0])
+    assert len(list(folder.iterdir())) == 6
+
+    run(folder=folder, held_out=batches(3))  # Other errors of the same learned features.
+    assert len(list(folder.iterdir())) == 10
+    for name in ("_measure", "_learn"):
+        monkeypatch.setattr(layer_choice, name, interrupted_after_one)  # It is not called.
+    chex.assert_trees_all_equal(run(folder=folder)[1], expected[1])
+
+    (folder / min(names)).write_bytes(b"PK")
+    model = Model()
+    with pytest.raises(ValueError, match=f"{min(names)} is damaged; delete it to compute it again"):
+        linearize(model, **options, folder=folder)
+    chex.assert_trees_all_equal(nnx.state(model), nnx.state(Model()))
+
+
 def test_refusals_leave_the_model_as_it_was():
     model = Model()
     refused = functools.partial(linearize, model)

@@ -23,6 +23,7 @@ from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_attention import Request
 from simrf_jax._src.integrations.flax_report import SeenCall
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.kept_results import KeptResults
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 
 
@@ -128,6 +129,7 @@ class Layer:
       fit: Calls to learn from.
       test: Calls of held-out batches.
       relative_error: The error to reach; None to find the best.
+      kept: Errors and learned features of options, from this run and earlier ones.
     """
 
     make: Callable[..., RandomFeatureAttention]
@@ -135,6 +137,7 @@ class Layer:
     fit: Sequence[SeenCall]
     test: Sequence[SeenCall]
     relative_error: float | None
+    kept: KeptResults
 
     def choose(
         self,
@@ -204,37 +207,26 @@ class Layer:
 
     def _judge(
         self,
-        test: Iterable[_Ranked],
+        test: Sequence[_Ranked],
         option: Option,
         cost: float,
         adapter: RandomFeatureAttention,
     ) -> LayerChoice:
         """Returns the error of an adapter, which has the sizes of an option."""
         mechanism = _features_alone(adapter)
-        pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
-        errors, far, num_queries = [], np.zeros(()), np.zeros(())
-        for request, ranks in test:
-            *logs, counts = _log_kernels(mechanism, request)
-            found = head_errors(*logs, request.call.value, counts, pairs, ranks)
-            found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
-            num_heads = found.counts.sum(axis=-1)
-            mean = found.relative_error.sum(axis=-1) / np.maximum(num_heads, 1)
-            errors.append(mean[num_heads > 0])
-            batch = tuple(range(found.counts.ndim - 1))
-            shares = (found.far_sum.sum(axis=batch), found.softmax_far_sum.sum(axis=batch))
-            far, num_queries = far + np.array(shares), num_queries + found.num_queries.sum(batch)
-        every = np.concatenate(errors)
-        if len(every) < 2:
-            raise ValueError(
-                f"held_out must have two sequences or more, for a standard error, got {len(every)}."
-            )
-        if not np.isfinite(every).all():
-            raise ValueError("Attention outputs of held_out must be finite, got others.")
-        error, spread = float(every.mean()), float(every.std(ddof=1) / len(every) ** 0.5)
-        is_reached = self.relative_error is None or error + spread <= self.relative_error
-        is_learned = adapter.learned is not None
-        far_shares = far / np.maximum(num_queries, 1)
-        return LayerChoice(*option, is_learned, cost, error, spread, is_reached, *far_shares)
+        measure = functools.partial(_measure, mechanism, test, option)
+        found = self.kept.recall(f"error of {option}", (mechanism, test), measure)
+        error, spread = float(found["relative_error"]), float(found["standard_error"])
+        return LayerChoice(
+            *option,
+            is_learned=adapter.learned is not None,
+            operations=cost,
+            relative_error=error,
+            standard_error=spread,
+            is_reached=self.relative_error is None or error + spread <= self.relative_error,
+            far_share=found["far_share"],
+            softmax_far_share=found["softmax_far_share"],
+        )
 
     def _learned(
         self,
@@ -255,10 +247,17 @@ class Layer:
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
         rows = {name: getattr(learned, name) for name in Learned.axes_of_one}
         state = optimizer.init(rows)
-        numbers = jax.random.randint(prng_key, (num_steps,), 0, len(fit))
-        for number in np.asarray(numbers):
-            rows, state = _learn(rows, state, mechanism, fit[number], pairs, optimizer=optimizer)
-        learned = dataclasses.replace(learned, **rows)
+        numbers = np.asarray(jax.random.randint(prng_key, (num_steps,), 0, len(fit)))
+
+        def learn() -> dict[str, jax.Array]:
+            learning = rows, state
+            for number in numbers:
+                learning = _learn(*learning, mechanism, fit[number], pairs, optimizer=optimizer)
+            return learning[0]
+
+        inputs = (mechanism, state, numbers, fit)
+        found = self.kept.recall(f"features learned for {option}", inputs, learn)
+        learned = dataclasses.replace(learned, **jax.tree.map(jnp.asarray, found))
         sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
         return self.make(**sizes, feature_map=learned)
 
@@ -318,6 +317,38 @@ def _last_keys(call: Call) -> np.ndarray:
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     every = np.full(length, key_length - 1)
     return np.minimum(np.arange(length), every) if call.is_causal else every
+
+
+def _measure(
+    mechanism: RandomFeatureMechanism, test: Iterable[_Ranked], option: Option
+) -> dict[str, Any]:
+    """Returns the error and the far shares of features, with the band and keys of an option."""
+    pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
+    errors, far, num_queries = [], np.zeros(()), np.zeros(())
+    for request, ranks in test:
+        *logs, counts = _log_kernels(mechanism, request)
+        found = head_errors(*logs, request.call.value, counts, pairs, ranks)
+        found = jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+        num_heads = found.counts.sum(axis=-1)
+        mean = found.relative_error.sum(axis=-1) / np.maximum(num_heads, 1)
+        errors.append(mean[num_heads > 0])
+        batch = tuple(range(found.counts.ndim - 1))
+        shares = (found.far_sum.sum(axis=batch), found.softmax_far_sum.sum(axis=batch))
+        far, num_queries = far + np.array(shares), num_queries + found.num_queries.sum(batch)
+    every = np.concatenate(errors)
+    if len(every) < 2:
+        raise ValueError(
+            f"held_out must have two sequences or more, for a standard error, got {len(every)}."
+        )
+    if not np.isfinite(every).all():
+        raise ValueError("Attention outputs of held_out must be finite, got others.")
+    far_share, softmax_far_share = far / np.maximum(num_queries, 1)
+    return {
+        "relative_error": every.mean(),
+        "standard_error": every.std(ddof=1) / len(every) ** 0.5,
+        "far_share": far_share,
+        "softmax_far_share": softmax_far_share,
+    }
 
 
 def _features_alone(adapter: RandomFeatureAttention) -> RandomFeatureMechanism:

@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_calibration import LOGGER
 from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.kept_results import KeptResults
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
 from simrf_jax._src.integrations.nnx.layer_choice import (
@@ -120,6 +122,7 @@ def linearize(
     wrap: Wrap | None = None,
     call: Callable[[Any, Any], Any] | None = None,
     progress: Callable[[list[str]], Iterable[str]] = iter,
+    folder: str | os.PathLike[str] | None = None,
     rngs: nnx.Rngs,
     **options: Any,
 ) -> Linearization:
@@ -178,6 +181,10 @@ def linearize(
         compiled by ``nnx.jit``.
       progress: Function such as ``tqdm.tqdm`` that gets the list of the layers' paths, returns an
         iterable of them, and may show how many are done.
+      folder: Folder of files with the errors and the learned features of the options, or None. A
+        call that is interrupted continues there if it is repeated with equal arguments. Whatever is
+        computed from other data, models, options or keys is computed again. Only for another
+        ``optimizer`` or another version of the library use another folder.
       rngs: Source of the keys for W and for the steps.
       **options: Other keywords of ``RandomFeatureAttention``, such as ``masks`` or ``is_causal``,
         which models that pass causal masks need.
@@ -254,6 +261,7 @@ def linearize(
     tried = _options(num_features, exact_bandwidth, exact_keys)
     for given in (batches, held_out):
         flax_calibration.check_batches(given)
+    kept = KeptResults.into(folder)
     compiled, held_out = compiled_call(call), list(held_out)
     before = [compiled(model, batch) for batch in held_out]
     recording = swap_attention(
@@ -276,6 +284,7 @@ def linearize(
             fit[path],
             test[path],
             relative_error,
+            kept,
         )
         for path, one in recording.adapters.items()
     }
