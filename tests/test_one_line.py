@@ -29,7 +29,7 @@ FITTED = (
 )
 DRAWN = (
     "DrawOptions(coupling='orthogonal', block='regular', rotation='haar', norms='chi', "
-    "num_sweeps=None)"
+    "num_sweeps=None, kernel=Gaussian())"
 )
 
 
@@ -43,7 +43,7 @@ def test_records_are_shown_in_one_line():
     fast = simrf_jax.draw_fast_projection(key(), 130, 64)
     calibrated = feature_maps.Calibrated.identity(2, 4)
     query = jax.random.normal(key(), (1, 10, 2, 4))
-    random_features = simrf_jax.RandomFeatureMechanism(w)
+    random_features = simrf_jax.RandomFeatureMechanism(w, chunk_size=64)
     records = [
         (fast.rows, "FastRows(130 x 64, simplex, float32)"),
         (
@@ -100,7 +100,7 @@ def test_records_are_shown_in_one_line():
         (
             random_features,
             "RandomFeatureMechanism(projection=float32[6, 4], "
-            "feature_map=Positive(kernel='softmax'))",
+            "feature_map=Positive(kernel='softmax'), chunk_size=64)",
         ),
         (
             simrf_jax.fmm.Blend(simrf_jax.Band(7), (random_features,), far_weights=jnp.ones(1)),

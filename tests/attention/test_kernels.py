@@ -38,7 +38,7 @@ class Case(NamedTuple):
 SEGMENTS = np.repeat([7, 7, 3, 9, 4, 1], [2, 126, 3, 9, 1, 12])
 PACKED = {"segment_ids": np.stack([SEGMENTS, SEGMENTS[::-1]])}
 CAUSAL, BAND = {"is_causal": True}, {"exact_bandwidth": 9}
-TILES = ((operands, "LONGEST_TILE", operands.LANES),)
+TILES = tuple((operands, name, operands.LANES) for name in ("LONGEST_WHOLE", "LONGEST_TILE"))
 HALVES = ((weights, "LARGEST", -jnp.inf),)
 # Lengths differ, because a program that was compiled with other settings would be used again.
 CASES = {

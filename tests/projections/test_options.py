@@ -38,7 +38,7 @@ def carrier(*fields):
 )
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_they_draw_as_draw_projection_does(options, dtype):
-    expected = draw_projection(key(), 9, 4, dtype=dtype, **dataclasses.asdict(options))
+    expected = draw_projection(key(), 9, 4, dtype=dtype, **vars(options))
     np.testing.assert_array_equal(options.draw(key(), 9, 4, dtype=dtype), expected)
     assert expected.dtype == dtype
 

@@ -28,9 +28,11 @@ from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES, Side
 from simrf_jax._src.projections import ProjectionLike
 
-# Longer sequences are cut into equal tiles. Tiles are shorter where a program would not fit into
-# the memory of a core.
-LONGEST_TILE = 1024
+# Most tokens of a whole sequence, and of each tile into which longer ones are cut, for heads of 64;
+# tiles of wider heads have as many numbers. A tile costs more than a whole sequence of its length,
+# for the sums that pass on to the next. Both are shorter where not even a program of one head would
+# fit into the memory of a core.
+LONGEST_WHOLE, LONGEST_TILE = 4096, 2048
 # Paired rows must fill whole registers, so that appending their negatives moves no data.
 SUBLANES = 8
 # Query heads of one program: enough to overlap, few enough to keep the program short.
@@ -218,15 +220,20 @@ def shape_of(
             num_heads, groups, max(dim, value_dim), num_features, rows, itemsize, is_causal
         )
 
+    query_tile = key_tile = LANES
+    if not is_causal:
+        # The memory of a program is linear in its tile.
+        fixed = program(1).bytes_of(0)
+        most = (memory() - fixed) // (program(1).bytes_of(1) - fixed)
+        width = max(dim, value_dim)
+        query_tile, key_tile = (_tile(length, most, width) for length in (num_queries, num_keys))
+    tile = max(query_tile, key_tile)
     heads = max(
         n
         for n in range(1, num_key_heads + 1)
         if num_key_heads % n == 0
-        and (n == 1 or (n * groups <= MOST_HEADS and program(n).bytes_of(LANES) <= memory()))
+        and (n == 1 or (n * groups <= MOST_HEADS and program(n).bytes_of(tile) <= memory()))
     )
-    # The memory of a program is linear in its tile.
-    fixed = program(heads).bytes_of(0)
-    most = (memory() - fixed) // (program(heads).bytes_of(1) - fixed)
     return Shape(
         num_heads=heads,
         groups=groups,
@@ -236,8 +243,8 @@ def shape_of(
         is_paired=num_features > num_rows,
         num_queries=num_queries,
         num_keys=num_keys,
-        query_tile=LANES if is_causal else _tile(num_queries, most),
-        key_tile=LANES if is_causal else _tile(num_keys, most),
+        query_tile=query_tile,
+        key_tile=key_tile,
         passes=refs.query_rows.shape[2] // dim,
         is_stretched=num_key_rows > num_rows,
         dtype=refs.query.dtype,
@@ -247,11 +254,16 @@ def shape_of(
     )
 
 
-def _tile(length: int, most: int) -> int:
+def _tile(length: int, most: int, width: int) -> int:
     """Returns the tile for a length, a multiple of ``LANES``, if possible of at most ``most``."""
-    most = max(min(LONGEST_TILE, most) // LANES, 1) * LANES
-    tiles = max(-(-length // most), 1)
-    return _multiple(-(-length // tiles), LANES)
+    longest_whole, longest_tile = (
+        min(longest * 64 // max(width, 64), most) for longest in (LONGEST_WHOLE, LONGEST_TILE)
+    )
+    whole = _multiple(max(length, 1), LANES)
+    if whole <= longest_whole:
+        return whole
+    longest_tile = max(longest_tile // LANES, 1) * LANES
+    return _multiple(-(-length // -(-length // longest_tile)), LANES)
 
 
 def _multiple(size: int, of: int) -> int:
