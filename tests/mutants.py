@@ -266,6 +266,12 @@ MUTANTS = [
     ),
     # The TPU kernels.
     Mutant(
+        f"{KERNELS}/operands.py",
+        "program(n).bytes_of(tile) <= memory()",
+        "program(n).bytes_of(LANES) <= memory()",
+        "tests/attention/test_pallas_tpu.py",
+    ),
+    Mutant(
         f"{KERNELS}/weights.py",
         "visible = of_keys <= of_queries",
         "visible = of_keys < of_queries",
@@ -306,6 +312,12 @@ MUTANTS = [
         "simrf_jax/_src/integrations/nnx/layer_choice.py",
         "if gain > 0 and cost <= left:",
         "if gain > 0:",
+        "tests/integrations/test_linearize.py",
+    ),
+    Mutant(
+        "simrf_jax/_src/integrations/nnx/kept_results.py",
+        'f"{what} {structure}"',
+        'f"{what[:8]} {structure}"',
         "tests/integrations/test_linearize.py",
     ),
     Mutant(

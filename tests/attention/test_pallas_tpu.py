@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import simrf_jax
 from simrf_jax import feature_maps, random_feature_attention
-from simrf_jax._src.attention.pallas_tpu import operands
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.pallas_tpu import choice, operands
 from tests import formulas
 from tests.attention import devices, reference
 from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
@@ -35,6 +36,46 @@ def length(request, monkeypatch):
         monkeypatch.setattr(operands, "LONGEST_WHOLE", operands.LANES)
         monkeypatch.setattr(operands, "LONGEST_TILE", operands.LANES)
     return request.param
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("length", "num_features", "dim", "tile", "heads"),
+    [
+        (197, 128, 64, 256, 12),
+        (1024, 128, 64, 1024, 12),
+        (4096, 128, 64, 4096, 2),
+        (4097, 128, 64, 1408, 6),
+        (8192, 128, 64, 2048, 6),
+        (4096, 512, 64, 1408, 1),
+        (2048, 128, 128, 2048, 3),
+        (4096, 128, 128, 1024, 6),
+    ],
+)
+def test_memory_goes_to_the_tile_before_it_goes_to_heads(length, num_features, dim, tile, heads):
+    assert sizes(length, num_features, dim) == (tile, heads)
+
+
+@pytest.mark.fast
+def test_programs_for_a_v4_are_smaller(monkeypatch):
+    monkeypatch.setattr(operands, "memory", lambda: choice.MEMORY_OF_V4)
+    assert sizes(197, 128, 64) == (256, 6)
+    assert sizes(4096, 128, 64) == (1024, 2)
+
+
+def sizes(length, num_features, dim):
+    """Returns the tile and the heads of a program for 12 heads in bfloat16."""
+    tokens = jax.ShapeDtypeStruct((8, length, 12, dim), jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct((12, num_features, dim), jnp.float32)
+
+    def lay_out(tokens, rows):
+        call = Call.of(tokens, tokens, tokens)
+        return operands.lay_out(call, rows, feature_maps.Positive())
+
+    refs = jax.eval_shape(lay_out, tokens, rows)
+    shape = operands.shape_of(refs, interpret=False)
+    assert shape.query_tile == shape.key_tile
+    return shape.key_tile, shape.num_heads
 
 
 def assert_close(got, want, tolerance):

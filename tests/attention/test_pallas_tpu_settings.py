@@ -143,7 +143,14 @@ def test_compiles_under_every_setting(tpu, mode, setting, dtype):
 
 
 CHIPS = ("v4:2x2x4", "v5e:2x4", "v5p:4x4x4", "v6e:4x4", "tpu7x:2x2x2")
-SIZES = {"ViT": (197, 12, 12, 64), "long": (1024, 12, 12, 64), "grouped": (1024, 32, 4, 128)}
+SIZES = {
+    "ViT": (197, 12, 12, 64),
+    "long": (1024, 12, 12, 64),
+    "grouped": (1024, 32, 4, 128),
+    "whole": (4096, 12, 12, 64),
+    "tiled": (8192, 12, 12, 64),
+    "wide": (2048, 12, 12, 128),
+}
 
 
 @pytest.mark.slow

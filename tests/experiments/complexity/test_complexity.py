@@ -90,7 +90,7 @@ def test_measured_memory_is_that_of_the_compiled_programs():
 @pytest.mark.slow
 def test_what_is_drawn_is_the_square_block_of_the_mechanism():
     fast = measure.draw("fast_simplex", 8, jax.random.key(0))
-    assert (fast.coupling, fast.block, fast.shape) == ("simplex", "square", (8, 8))
+    assert (fast.rows.coupling, fast.rows.block, fast.shape) == ("simplex", "square", (8, 8))
     drawn = measure.draw("fast_simplex_plus", 8, jax.random.key(0))
     options = {"coupling": "simplex_plus", "block": "square", "rotation": "hadamard"}
     expected = simrf_jax.draw_projection(jax.random.key(0), 8, 8, **options)

@@ -28,10 +28,10 @@ from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import SIDES, Side
 from simrf_jax._src.projections import ProjectionLike
 
-# Most tokens of a whole sequence, and of each tile into which longer ones are cut, for heads of 64;
-# tiles of wider heads have as many numbers. A tile costs more than a whole sequence of its length,
-# for the sums that pass on to the next. Both are shorter where not even a program of one head would
-# fit into the memory of a core.
+# Most tokens of a sequence that is one tile, and of each tile of a longer one, for heads of at most
+# 64 dimensions; tiles of wider heads hold as many numbers. The second is smaller, because each of
+# several tiles also reads and writes the running sums. Both shrink where a program of one head
+# would not fit into the memory of a core.
 LONGEST_WHOLE, LONGEST_TILE = 4096, 2048
 # Paired rows must fill whole registers, so that appending their negatives moves no data.
 SUBLANES = 8
@@ -255,11 +255,14 @@ def shape_of(
 
 
 def _tile(length: int, most: int, width: int) -> int:
-    """Returns the tile for a length, a multiple of ``LANES``, if possible of at most ``most``."""
+    """Returns the tile for a length of heads of ``width``, a multiple of ``LANES``.
+
+    It has at most ``most`` tokens, if that is possible.
+    """
     longest_whole, longest_tile = (
         min(longest * 64 // max(width, 64), most) for longest in (LONGEST_WHOLE, LONGEST_TILE)
     )
-    whole = _multiple(max(length, 1), LANES)
+    whole = _multiple(length, LANES)
     if whole <= longest_whole:
         return whole
     longest_tile = max(longest_tile // LANES, 1) * LANES

@@ -79,7 +79,7 @@ class SharedKeys(NamedTuple):
     def logits(self, query: Float[Array, "B T K G H"]) -> Float[Array, "B T K G g"]:
         """Returns the logits of queries, with the log weights of the keys."""
         highest = jax.lax.Precision.HIGHEST
-        # In another order of axes XLA for the CPU is several times slower, and transposes copies.
+        # With other orders of axes, XLA for the CPU transposes copies and takes far longer.
         logits = jnp.einsum("btkgh,bskh->bktgs", query, self.key, precision=highest)
         log_weights = jnp.moveaxis(self.log_weights, 1, -1)[:, None, :, None]
         return jnp.moveaxis(logits, 2, 1) + log_weights

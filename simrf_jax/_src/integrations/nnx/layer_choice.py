@@ -23,7 +23,7 @@ from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_attention import Request
 from simrf_jax._src.integrations.flax_report import SeenCall
 from simrf_jax._src.integrations.flax_versions import get_value
-from simrf_jax._src.integrations.kept_results import KeptResults
+from simrf_jax._src.integrations.nnx.kept_results import KeptResults
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 
 
@@ -255,8 +255,10 @@ class Layer:
                 learning = _learn(*learning, mechanism, fit[number], pairs, optimizer=optimizer)
             return learning[0]
 
-        inputs = (mechanism, state, numbers, fit)
-        found = self.kept.recall(f"features learned for {option}", inputs, learn)
+        # The optimizer's numbers, such as its rates, are in its program and not in its state.
+        step = jax.make_jaxpr(optimizer.update)(rows, state, rows)
+        inputs = (mechanism, state, step.consts, numbers, fit)
+        found = self.kept.recall(f"features learned for {option} by {step}", inputs, learn)
         learned = dataclasses.replace(learned, **jax.tree.map(jnp.asarray, found))
         sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
         return self.make(**sizes, feature_map=learned)

@@ -24,9 +24,9 @@ from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_calibration import LOGGER
 from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.flax_versions import get_value
-from simrf_jax._src.integrations.kept_results import KeptResults
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
+from simrf_jax._src.integrations.nnx.kept_results import KeptResults
 from simrf_jax._src.integrations.nnx.layer_choice import (
     Candidate,
     Layer,
@@ -182,9 +182,11 @@ def linearize(
       progress: Function such as ``tqdm.tqdm`` that gets the list of the layers' paths, returns an
         iterable of them, and may show how many are done.
       folder: Folder of files with the errors and the learned features of the options, or None. A
-        call that is interrupted continues there if it is repeated with equal arguments. Whatever is
-        computed from other data, models, options or keys is computed again. Only for another
-        ``optimizer`` or another version of the library use another folder.
+        call with equal arguments, and with new ``rngs`` of the same seed, reads what an earlier
+        call had computed, even if that was interrupted. Results of other data, models, options,
+        optimizers or seeds are kept next to them. A file is found only if the model computes the
+        same queries, keys and values, bit for bit. Use another folder for another version of the
+        library.
       rngs: Source of the keys for W and for the steps.
       **options: Other keywords of ``RandomFeatureAttention``, such as ``masks`` or ``is_causal``,
         which models that pass causal masks need.
@@ -224,8 +226,9 @@ def linearize(
     Raises:
       TypeError: If an option is unknown or of a wrong type, or ``linearize`` chooses it itself.
       ValueError: If neither ``relative_error`` nor ``budget`` is given, a number is out of range,
-        there is nothing to fit, to judge or to try, an option does not fit a layer, or a layer
-        cannot be swapped; see ``swap_attention``. The model is then unchanged.
+        there is nothing to fit, to judge or to try, an option does not fit a layer, a layer cannot
+        be swapped (see ``swap_attention``), ``folder`` is a file, or a file in it is damaged. The
+        model is then unchanged.
 
     Example:
       >>> import jax
