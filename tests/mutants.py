@@ -317,8 +317,8 @@ MUTANTS = [
     Mutant(
         "simrf_jax/_src/integrations/nnx/kept_results.py",
         'f"{what} {structure}"',
-        'f"{what[:8]} {structure}"',
-        "tests/integrations/test_linearize.py",
+        'f"{what[:5]} {structure}"',
+        "tests/integrations/test_kept_results.py",
     ),
     Mutant(
         "simrf_jax/_src/attention/inspection/exact_pairs.py",

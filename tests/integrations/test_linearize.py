@@ -455,32 +455,26 @@ def test_an_interrupted_call_continues_from_its_folder(tmp_path, monkeypatch):
     assert repr(resumed[0]) == repr(expected[0])
     assert len(list(folder.iterdir())) == 6
 
-    def files_of(**others):
+    def new_files(**others):
         before = len(list(folder.iterdir()))
         kept, alone = run(folder=folder, **others), run(**others)
         assert repr(kept[0]) == repr(alone[0])
         return len(list(folder.iterdir())) - before
 
-    assert files_of() == 0
-    assert files_of(held_out=batches(3)) == 4  # Other errors of the same features.
-    assert files_of(exact_bandwidth=(2,)) == 6
-    assert files_of(num_steps=3) == 4
-    assert files_of(optimizer=optax.adam(0.2)) == 4
-    assert files_of(optimizer=optax.chain(optax.add_noise(0.1, 0.1, jax.random.key(0)))) == 4
+    assert new_files() == 0
+    assert new_files(held_out=batches(3)) == 4  # Other errors of the same features.
+    assert new_files(exact_bandwidth=(2,)) == 6
+    assert new_files(num_steps=3) == 4
+    assert new_files(optimizer=optax.adam(0.2)) == 4  # Its rate is in no array.
     for name in ("_measure", "_learn"):
         monkeypatch.setattr(layer_choice, name, lambda *args, **options: pytest.fail("Called."))
     chex.assert_trees_all_equal(run(folder=folder)[1], expected[1])
 
-    file = folder / min(names)
-    whole = file.read_bytes()
-    for content in (whole[:-30], b"PK", b""):
-        file.write_bytes(content)
-        model = Model()
-        with pytest.raises(ValueError, match=f"{file.name} is damaged; delete it to compute it"):
-            linearize(model, **options, folder=folder)
-        chex.assert_trees_all_equal(nnx.state(model), nnx.state(Model()))
-    with pytest.raises(ValueError, match=f"folder must be a folder, got the file .*{file.name}"):
-        linearize(Model(), folder=file)
+    (folder / min(names)).write_bytes(b"")
+    model = Model()
+    with pytest.raises(ValueError, match="is damaged; delete it to compute it again"):
+        linearize(model, **options, folder=folder)
+    chex.assert_trees_all_equal(nnx.state(model), nnx.state(Model()))
 
 
 def test_refusals_leave_the_model_as_it_was():

@@ -212,20 +212,17 @@ def shape_of(
     _, num_key_heads, value_dim, num_keys = refs.value.shape
     groups, itemsize = num_heads // num_key_heads, refs.query.dtype.itemsize
     num_rows, num_key_rows = refs.query_rows.shape[1], refs.key_rows.shape[1]
-    num_features = num_rows * refs.factor.shape[1]
+    num_features, width = num_rows * refs.factor.shape[1], max(dim, value_dim)
 
     def program(num_heads: int) -> Program:
         rows = (num_rows, num_key_rows)
-        return Program(
-            num_heads, groups, max(dim, value_dim), num_features, rows, itemsize, is_causal
-        )
+        return Program(num_heads, groups, width, num_features, rows, itemsize, is_causal)
 
     query_tile = key_tile = LANES
     if not is_causal:
         # The memory of a program is linear in its tile.
         fixed = program(1).bytes_of(0)
         most = (memory() - fixed) // (program(1).bytes_of(1) - fixed)
-        width = max(dim, value_dim)
         query_tile, key_tile = (_tile(length, most, width) for length in (num_queries, num_keys))
     tile = max(query_tile, key_tile)
     heads = max(
@@ -259,14 +256,16 @@ def _tile(length: int, most: int, width: int) -> int:
 
     It has at most ``most`` tokens, if that is possible.
     """
-    longest_whole, longest_tile = (
-        min(longest * 64 // max(width, 64), most) for longest in (LONGEST_WHOLE, LONGEST_TILE)
-    )
+
+    def at_most(tokens: int) -> int:
+        return min(tokens * 64 // max(width, 64), most)
+
     whole = _multiple(length, LANES)
-    if whole <= longest_whole:
+    if whole <= at_most(LONGEST_WHOLE):
         return whole
-    longest_tile = max(longest_tile // LANES, 1) * LANES
-    return _multiple(-(-length // -(-length // longest_tile)), LANES)
+    longest = max(at_most(LONGEST_TILE) // LANES, 1) * LANES
+    tiles = -(-length // longest)
+    return _multiple(-(-length // tiles), LANES)
 
 
 def _multiple(size: int, of: int) -> int:

@@ -27,7 +27,7 @@ class KeptResults:
     folder: pathlib.Path | None
 
     @classmethod
-    def into(cls, folder: str | os.PathLike[str] | None) -> KeptResults:
+    def in_folder(cls, folder: str | os.PathLike[str] | None) -> KeptResults:
         """Returns the results in a folder, which is made if there is none.
 
         Raises:
@@ -59,8 +59,8 @@ class KeptResults:
         path = self.folder / f"{_digest(what, inputs)}.npz"
         if path.exists():
             try:
-                with path.open("rb") as file, np.load(file) as kept:
-                    return dict(kept)
+                with path.open("rb") as kept, np.load(kept) as arrays:
+                    return dict(arrays)
             except (ValueError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
                 raise ValueError(f"{path} is damaged; delete it to compute it again.") from error
         result = compute()

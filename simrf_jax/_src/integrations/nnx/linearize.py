@@ -264,7 +264,7 @@ def linearize(
     tried = _options(num_features, exact_bandwidth, exact_keys)
     for given in (batches, held_out):
         flax_calibration.check_batches(given)
-    kept = KeptResults.into(folder)
+    kept = KeptResults.in_folder(folder)
     compiled, held_out = compiled_call(call), list(held_out)
     before = [compiled(model, batch) for batch in held_out]
     recording = swap_attention(
