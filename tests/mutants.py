@@ -309,13 +309,13 @@ MUTANTS = [
         "tests/integrations",
     ),
     Mutant(
-        "simrf_jax/_src/integrations/nnx/layer_choice.py",
+        "simrf_jax/_src/integrations/linearization/layer_choice.py",
         "if gain > 0 and cost <= left:",
         "if gain > 0:",
         "tests/integrations/test_linearize.py",
     ),
     Mutant(
-        "simrf_jax/_src/integrations/nnx/kept_results.py",
+        "simrf_jax/_src/integrations/linearization/kept_results.py",
         'f"{what} {structure}"',
         'f"{what[:5]} {structure}"',
         "tests/integrations/test_kept_results.py",

@@ -3,6 +3,7 @@
 from simrf_jax._src.integrations.linen.calibration import calibrate
 from simrf_jax._src.integrations.linen.distillation import distillation_loss, learned_rows
 from simrf_jax._src.integrations.linen.fmm import FMMAttention
+from simrf_jax._src.integrations.linen.linearize import linearize
 from simrf_jax._src.integrations.linen.projection import RandomProjection
 from simrf_jax._src.integrations.linen.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.linen.report import attention_report
@@ -16,5 +17,6 @@ __all__ = [
     "calibrate",
     "distillation_loss",
     "learned_rows",
+    "linearize",
     "swap_attention",
 ]

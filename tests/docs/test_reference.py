@@ -11,7 +11,7 @@ import pytest
 import simrf_jax
 from simrf_jax._src.attention.inspection.report import AttentionReport
 from simrf_jax._src.integrations.flax_report import LayerReport
-from simrf_jax._src.integrations.nnx.layer_choice import LayerChoice
+from simrf_jax._src.integrations.linearization.layer_choice import LayerChoice
 from simrf_jax._src.integrations.nnx.linearize import Linearization
 from simrf_jax._src.selection.choice import FeatureChoice
 from simrf_jax._src.theory.optimum import OptimalDirections

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax._src.integrations.nnx.kept_results import KeptResults
+from simrf_jax._src.integrations.linearization.kept_results import KeptResults
 
 pytestmark = pytest.mark.fast
 INPUTS = {"x": np.arange(6, dtype=np.float32), "key": jax.random.key(0)}

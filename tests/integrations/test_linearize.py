@@ -14,8 +14,8 @@ from flax import nnx
 
 import simrf_jax
 from simrf_jax._src.attention.inputs.call import Call
-from simrf_jax._src.integrations.nnx import layer_choice
-from simrf_jax._src.integrations.nnx.layer_choice import (
+from simrf_jax._src.integrations.linearization import layer_choice
+from simrf_jax._src.integrations.linearization.layer_choice import (
     Candidate,
     LayerChoice,
     Option,
@@ -222,7 +222,7 @@ def test_layers_share_the_budget():
 def candidate(cost, error):
     nothing = np.zeros(1)
     return Candidate(
-        None, LayerChoice(1, None, None, False, cost, error, 0.0, True, nothing, nothing)
+        None, None, LayerChoice(1, None, None, False, cost, error, 0.0, True, nothing, nothing)
     )
 
 
@@ -466,7 +466,7 @@ def test_an_interrupted_call_continues_from_its_folder(tmp_path, monkeypatch):
     assert new_files(exact_bandwidth=(2,)) == 6
     assert new_files(num_steps=3) == 4
     assert new_files(optimizer=optax.adam(0.2)) == 4  # Its rate is in no array.
-    for name in ("_measure", "_learn"):
+    for name in ("_measure", "_step"):
         monkeypatch.setattr(layer_choice, name, lambda *args, **options: pytest.fail("Called."))
     chex.assert_trees_all_equal(run(folder=folder)[1], expected[1])
 

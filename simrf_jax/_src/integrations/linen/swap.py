@@ -19,6 +19,7 @@ class Rule(NamedTuple):
     num_features: int | None
     where: Callable[[str, nn.MultiHeadDotProductAttention], bool] | None
     options: Mapping[str, Any]
+    adapter: type[RandomFeatureAttention] = RandomFeatureAttention
 
 
 class SwappedAttention(nn.Module):
@@ -61,7 +62,7 @@ class SwappedAttention(nn.Module):
                 return next_function(*args, **kwargs)
             _check(path, layer)
             # Without a parent, Flax stores its variables below the layer.
-            adapter = RandomFeatureAttention(rule.num_features, parent=None, **rule.options)
+            adapter = rule.adapter(rule.num_features, parent=None, **rule.options)
             return layer.clone(attention_fn=adapter, parent=layer.scope)(*args, **kwargs)
 
         with nn.intercept_methods(swap):
@@ -131,10 +132,14 @@ def swap_attention(
             "is simrf_jax.integrations.nnx.swap_attention."
         )
     flax_attention.check_options(RandomFeatureAttention, options)
-    rule = Rule(num_features, where, freeze(options))
+    return with_rules(model, Rule(num_features, where, freeze(options)))
+
+
+def with_rules(model: nn.Module, *rules: Rule) -> SwappedAttention:
+    """Returns a model that follows rules, after those that it follows already."""
     if isinstance(model, SwappedAttention):
-        return SwappedAttention(model.module, (*model.rules, rule))
-    return SwappedAttention(model, (rule,))
+        return SwappedAttention(model.module, (*model.rules, *rules))
+    return SwappedAttention(model, rules)
 
 
 def _check(path: str, layer: nn.MultiHeadDotProductAttention) -> None:

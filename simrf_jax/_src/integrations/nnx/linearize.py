@@ -1,109 +1,40 @@
-"""Conversion of a trained model to random-feature attention, in one call."""
+"""Conversion of a trained NNX model to random-feature attention, in one call."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import logging
-import math
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from simrf_jax._src import checks
-from simrf_jax._src.attention import ExactKeys
-from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
-from simrf_jax._src.integrations.flax_calibration import LOGGER
 from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.linearization.layer_choice import Candidate
+from simrf_jax._src.integrations.linearization.search import (
+    ALL_TOKENS,
+    Report,
+    Search,
+    check_chosen,
+    keywords,
+)
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
-from simrf_jax._src.integrations.nnx.kept_results import KeptResults
-from simrf_jax._src.integrations.nnx.layer_choice import (
-    Candidate,
-    Layer,
-    LayerChoice,
-    Option,
-    most_operations,
-    share_out,
-)
 from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.nnx.swap import Swap, Wrap, swap_attention
+from simrf_jax._src.integrations.nnx.variables import RandomProjection
+from simrf_jax._src.projections import DrawOptions
 
-_ALL_TOKENS = 2**30  # An exact band this wide is softmax attention.
-_CHOSEN = ("feature_map", "coupling", "norms", "decode")  # Options that the function sets itself.
 
-
-@dataclasses.dataclass(frozen=True)
-class Linearization:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Linearization(Report):
     """The choices of ``linearize`` for a model, which documents the fields; prints as a table."""
 
-    layers: dict[str, LayerChoice]
-    relative_error: float | None
-    operations: float
-    output_error: float
-    output_cosine: float
     swap: Swap
-
-    def __repr__(self) -> str:
-        width = max(map(len, ("layer", *self.layers)))
-        titles = ("features", "band", "keys", "fit", "cost", "error", "far", "softmax far")
-        lines = [f"{'layer':<{width}}" + _row(titles)]
-        lines += [f"{path:<{width}}" + _row(_cells(one)) for path, one in self.layers.items()]
-        lines.append(self._cost())
-        lines.append(
-            f"Output of the model: relative squared error {self.output_error:.3g}, cosine "
-            f"{self.output_cosine:.4f}."
-        )
-        return "\n".join([*lines, *self._missed()])
-
-    def _cost(self) -> str:
-        return f"Attention takes {self.operations:.3g} times the operations of exact attention."
-
-    def _missed(self) -> list[str]:
-        """Returns a sentence about the layers that do not reach the requested error, if any."""
-        missed = [path for path, one in self.layers.items() if not one.is_reached]
-        if not missed:
-            return []
-        return [
-            f"{len(missed)} of {len(self.layers)} layers do not reach the relative error "
-            f"{self.relative_error:g} with any option that was tried: {', '.join(missed)}."
-        ]
-
-
-def _row(cells: Sequence[str]) -> str:
-    widths = (10, 6, 12, 12, 7, 17, 7, 13)
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-
-
-def _cells(choice: LayerChoice) -> tuple[str, ...]:
-    return (
-        str(choice.num_features),
-        "none" if choice.exact_bandwidth is None else str(choice.exact_bandwidth),
-        _shown_keys(choice.exact_keys),
-        "learned" if choice.is_learned else "calibrated",
-        f"{choice.operations:.2f}",
-        f"{choice.relative_error:.4f} ± {choice.standard_error:.4f}",
-        f"{choice.far_share.mean():.3f}",
-        f"{choice.softmax_far_share.mean():.3f}",
-    )
-
-
-def _shown_keys(keys: int | ExactKeys | tuple[int, ...] | None) -> str:
-    if isinstance(keys, tuple):
-        return f"{len(keys)} given"
-    if isinstance(keys, ExactKeys):
-        return f"{int(keys.count)} by {keys.by}"
-    return "none" if keys is None else str(keys)
 
 
 def linearize(
@@ -248,97 +179,62 @@ def linearize(
       Zhang et al., LoLCATs: On Low-Rank Linearizing of Large Language Models (ICLR 2025),
       https://arxiv.org/abs/2410.10254
     """
-    if relative_error is None and budget is None:
-        raise ValueError("linearize needs a relative_error to reach, or a budget, got neither.")
-    for name, number in (("relative_error", relative_error), ("budget", budget)):
-        if number is not None:
-            checks.scalar(name, number, sign="positive")
-    checks.integer("num_steps", num_steps, least=0)
-    if (num_steps == 0) != (optimizer is None):
-        raise ValueError(
-            f"num_steps and optimizer belong together, got num_steps={num_steps} and "
-            f"optimizer={optimizer!r}."
-        )
-    if taken := [name for name in _CHOSEN if name in options]:
-        raise TypeError(f"linearize chooses {', '.join(taken)} itself, got {options[taken[0]]!r}.")
-    tried = _options(num_features, exact_bandwidth, exact_keys)
+    search = Search(
+        relative_error=relative_error,
+        budget=budget,
+        num_features=num_features,
+        exact_bandwidth=exact_bandwidth,
+        exact_keys=exact_keys,
+        num_steps=num_steps,
+        optimizer=optimizer,
+        progress=progress,
+        folder=folder,
+    )
+    check_chosen(options)
     for given in (batches, held_out):
         flax_calibration.check_batches(given)
-    kept = KeptResults.in_folder(folder)
     compiled, held_out = compiled_call(call), list(held_out)
     before = [compiled(model, batch) for batch in held_out]
     recording = swap_attention(
-        model, 2, where=where, wrap=wrap, rngs=rngs, exact_bandwidth=_ALL_TOKENS, **options
+        model, 2, where=where, wrap=wrap, rngs=rngs, exact_bandwidth=ALL_TOKENS, **options
     )
     try:
         record = functools.partial(_record, compiled, model, recording.adapters)
-        calibrations, fit = _fit(recording.adapters, map(record, batches), keep=num_steps > 0)
-        test = _joined(recording.adapters, map(record, held_out))
+        recorded = search.record(record, batches, held_out)
     finally:
         recording.undo()
-    for path in recording.adapters:
-        _check_order(path, (*fit[path], *test[path]), tried)
-    layers = {
-        path: Layer(
-            functools.partial(
-                RandomFeatureAttention, one.num_heads, one.head_dim, rngs=rngs, **options
-            ),
-            calibrations[path],
-            fit[path],
-            test[path],
-            relative_error,
-            kept,
-        )
-        for path, one in recording.adapters.items()
+    chosen = search.choose(recorded, options, iter(lambda: features_key(rngs), None))
+    adapters = {
+        path: _adapter(recording.adapters[path], one, chosen.draw_options, rngs, options)
+        for path, one in chosen.candidates.items()
     }
-    limit = math.inf if budget is None else budget
-    exact = {path: layer.exact_operations() for path, layer in layers.items()}
-    most, judged = most_operations(layers, exact, tried, limit), {}
-    for path in progress([*layers]):
-        prng_key = features_key(rngs)
-        judged[path] = layers[path].choose(tried, most[path], num_steps, optimizer, prng_key)
-        _log(path, judged[path], len(judged), len(layers))
-    chosen = share_out(judged, exact, limit)
-    adapters = {path: one.adapter for path, one in chosen.items()}
-    choices = {path: one.choice for path, one in chosen.items()}
-    costs = [one.operations for one in choices.values()]
-    operations = float(np.average(costs, weights=list(exact.values())))
     swap = Swap.make(recording.layers, adapters, wrap)
     after = [compiled(model, batch) for batch in held_out]
-    report = Linearization(choices, relative_error, operations, *_compare(after, before), swap)
-    for sentence in report._missed():
-        cost = f" {report._cost()}" if operations > 1 else ""
-        warnings.warn(sentence + cost, stacklevel=2)
+    report = Linearization(**search.report(chosen, after, before), swap=swap)
+    report.warn()
     return report
 
 
-def _options(
-    num_features: Sequence[int],
-    exact_bandwidth: Sequence[int | None],
-    exact_keys: Sequence[int | tuple[int, ...] | None],
-) -> list[Option]:
-    """Returns all combinations of the sizes to try."""
-    sizes = {
-        "num_features": num_features,
-        "exact_bandwidth": exact_bandwidth,
-        "exact_keys": exact_keys,
-    }
-    for name, values in sizes.items():
-        if not isinstance(values, Sequence):
-            raise TypeError(f"{name} must be a sequence of values to try, got {values!r}.")
-    if wrong := [keys for keys in exact_keys if isinstance(keys, ExactKeys)]:
-        raise TypeError(
-            "exact_keys must have numbers, tuples of positions or None, got "
-            f"{wrong[0]!r}; causal layers choose a number of keys by score by themselves."
-        )
-    keys = [
-        checks.positive_int("exact_keys", one) if isinstance(one, int | np.integer) else one
-        for one in exact_keys
-    ]
-    tried = [*itertools.starmap(Option, itertools.product(num_features, exact_bandwidth, keys))]
-    if not tried:
-        raise ValueError("num_features, exact_bandwidth and exact_keys must have a value each.")
-    return tried
+def _adapter(
+    recording: RandomFeatureAttention,
+    candidate: Candidate,
+    draw_options: DrawOptions,
+    rngs: nnx.Rngs,
+    options: dict[str, Any],
+) -> RandomFeatureAttention:
+    """Returns an adapter with the features of a candidate, for the layer of another adapter."""
+    adapter = RandomFeatureAttention(
+        recording.num_heads,
+        recording.head_dim,
+        None,
+        feature_map=candidate.feature_map,
+        rngs=rngs,
+        **keywords(candidate),
+        **options,
+    )
+    if candidate.projection is not None:
+        adapter.projection = RandomProjection(candidate.projection, draw_options=draw_options)
+    return adapter
 
 
 def _record(
@@ -355,71 +251,3 @@ def _record(
     for path, seen in found.items():
         check_seen(path, seen)
     return found
-
-
-def _fit(
-    adapters: dict[str, RandomFeatureAttention],
-    recorded: Iterable[dict[str, tuple[SeenCall, ...]]],
-    *,
-    keep: bool,
-) -> tuple[dict[str, Calibrated], dict[str, tuple[SeenCall, ...]]]:
-    """Returns the calibration of each layer, and the calls if they are to be kept."""
-    sums = {
-        path: flax_calibration.no_moments(Calibrated.identity(one.num_heads, one.head_dim))
-        for path, one in adapters.items()
-    }
-    kept: dict[str, tuple[SeenCall, ...]] = dict.fromkeys(adapters, ())
-    for calls in flax_calibration.logged(recorded):
-        for path, seen in calls.items():
-            for one in seen:
-                sums[path] = flax_calibration.add_moments(sums[path], one.request)
-            if keep:
-                kept[path] += seen
-    fitted = {
-        path: flax_calibration.fit_stack(own, center=True, balance=True, tilt="log")
-        for path, own in sums.items()
-    }
-    return fitted, kept
-
-
-def _joined(
-    adapters: dict[str, RandomFeatureAttention], recorded: Iterable[dict[str, tuple[SeenCall, ...]]]
-) -> dict[str, tuple[SeenCall, ...]]:
-    """Returns the calls of each layer for all batches."""
-    batches = list(recorded)
-    if not batches:
-        raise ValueError("held_out must have two sequences or more, got none.")
-    return {path: tuple(one for calls in batches for one in calls[path]) for path in adapters}
-
-
-def _check_order(path: str, calls: Iterable[SeenCall], options: Iterable[Option]) -> None:
-    """Raises ``ValueError`` for a number of exact keys if only some calls are causal."""
-    numbers = [one.exact_keys for one in options if isinstance(one.exact_keys, int)]
-    if numbers and len({seen.request.call.is_causal for seen in calls}) > 1:
-        raise ValueError(
-            f"The layer {path!r} is causal in some calls and not in others, which choose a number "
-            "of exact keys differently. Such layers need exact_keys that are positions or None, "
-            f"got {numbers[0]}; where excludes them."
-        )
-
-
-def _log(path: str, judged: Sequence[Candidate], number: int, count: int) -> None:
-    if LOGGER.isEnabledFor(logging.INFO):
-        best = min((one.choice for one in judged), key=LayerChoice.bound)
-        cells = ", ".join(" ".join(cell.split()) for cell in _cells(best))
-        message = "linearize: layer %d of %d, %s: best of %d judged: %s"
-        LOGGER.info(message, number, count, path, len(judged), cells)
-
-
-def _compare(after: Any, before: Any) -> tuple[float, float]:
-    """Returns the relative squared error of outputs, and the mean cosine of their vectors."""
-    error = norm = 0.0
-    cosines: list[float] = []
-    for one, exact in zip(jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
-        if not jnp.issubdtype(jnp.result_type(exact), jnp.floating):
-            continue
-        x, y = (np.atleast_1d(np.asarray(output, np.float64)) for output in (one, exact))
-        error, norm = error + np.sum((x - y) ** 2), norm + np.sum(y**2)
-        lengths = np.linalg.norm(x, axis=-1) * np.linalg.norm(y, axis=-1)
-        cosines += (np.sum(x * y, axis=-1)[lengths != 0] / lengths[lengths != 0]).tolist()
-    return error / norm if norm else math.nan, float(np.mean(cosines)) if cosines else math.nan

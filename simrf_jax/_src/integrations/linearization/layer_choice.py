@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,10 +21,10 @@ from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_attention import Request
+from simrf_jax._src.integrations.flax_drawing import in_pairs
 from simrf_jax._src.integrations.flax_report import SeenCall
-from simrf_jax._src.integrations.flax_versions import get_value
-from simrf_jax._src.integrations.nnx.kept_results import KeptResults
-from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.linearization.kept_results import KeptResults
+from simrf_jax._src.projections import DrawOptions, ProjectionLike
 
 
 class Option(NamedTuple):
@@ -69,9 +69,16 @@ class LayerChoice:
 
 
 class Candidate(NamedTuple):
-    """An adapter for a layer, and what is known of it."""
+    """The features of an option, and what is known of them.
 
-    adapter: RandomFeatureAttention
+    Attributes:
+      projection: W, with rows in pairs; None for learned features, which have their own rows.
+      feature_map: The fitted or learned map of all key heads.
+      choice: The sizes and the error.
+    """
+
+    projection: ProjectionLike | None
+    feature_map: Calibrated | Learned
     choice: LayerChoice
 
 
@@ -96,7 +103,7 @@ def share_out(
         gains = {}
         for path, candidates in judged.items():
             now = taken[path].choice
-            for number, (_, then) in enumerate(candidates):
+            for number, (*_, then) in enumerate(candidates):
                 cost = (then.operations - now.operations) * exact[path]
                 gain = now.bound() - then.bound()
                 if gain > 0 and cost <= left:
@@ -124,7 +131,8 @@ class Layer:
     """The calls of a layer's attention in a model with exact attention.
 
     Attributes:
-      make: Function of keywords that returns an adapter for this layer.
+      draw_options: How W is drawn, in pairs of rows.
+      is_shared: True for one W of all heads.
       calibration: The fit to queries and keys of the fitting batches.
       fit: Calls to learn from.
       test: Calls of held-out batches.
@@ -132,7 +140,8 @@ class Layer:
       kept: Errors and learned features of options, from this run and earlier ones.
     """
 
-    make: Callable[..., RandomFeatureAttention]
+    draw_options: DrawOptions
+    is_shared: bool
     calibration: Calibrated
     fit: Sequence[SeenCall]
     test: Sequence[SeenCall]
@@ -145,7 +154,7 @@ class Layer:
         most: float,
         num_steps: int,
         optimizer: Any,
-        prng_key: jax.Array,
+        keys: Iterator[jax.Array],
     ) -> list[Candidate]:
         """Returns the options judged, those with the fewest operations first.
 
@@ -157,7 +166,7 @@ class Layer:
           num_steps: Number of steps that learn the features of an option whose calibrated features
             do not reach the error.
           optimizer: The ``optax.GradientTransformation`` of these steps.
-          prng_key: PRNG key of the order of the calls to learn from.
+          keys: PRNG keys: the first for the order of the calls to learn from, then one for each W.
 
         Raises:
           ValueError: If there are too few sequences to judge on or their outputs are not finite.
@@ -169,20 +178,16 @@ class Layer:
             [_Ranked.of(one.request, self.calibration if by_score else None) for one in calls]
             for calls in (self.fit, self.test)
         )
+        order = next(keys)
         for option, cost in costs:
             if cost > most:
                 break
-            adapter = self.make(
-                **option._asdict(),
-                feature_map=self.calibration,
-                coupling="cross_polytope",
-                norms="pair",
-            )
-            judged.append(Candidate(adapter, self._judge(test, option, cost, adapter)))
+            w = self._draw(next(keys), option.num_features)
+            judged.append(self._judge(test, option, cost, w, self.calibration))
             misses = self.relative_error is None or not judged[-1].choice.is_reached
             if num_steps and misses:
-                adapter = self._learned(fit, adapter, option, num_steps, optimizer, prng_key)
-                judged.append(Candidate(adapter, self._judge(test, option, cost, adapter)))
+                learned = self._learn(fit, w, option, num_steps, optimizer, order)
+                judged.append(self._judge(test, option, cost, None, learned))
             if self.relative_error is not None and judged[-1].choice.is_reached:
                 break
         return judged
@@ -205,21 +210,32 @@ class Layer:
         """Returns the multiplications of exact attention in all held-out calls."""
         return sum(exact_operations(seen.request.call) for seen in self.test)
 
+    def _draw(self, prng_key: jax.Array, num_features: int) -> ProjectionLike:
+        """Draws W for each head, or one for all."""
+        num_heads, dim = self.calibration.query_mean.shape
+        if self.is_shared:
+            return self.draw_options.draw(prng_key, num_features, dim)
+        each = jax.random.split(prng_key, num_heads)
+        return jax.vmap(lambda one: self.draw_options.draw(one, num_features, dim))(each)
+
     def _judge(
         self,
         test: Sequence[_Ranked],
         option: Option,
         cost: float,
-        adapter: RandomFeatureAttention,
-    ) -> LayerChoice:
-        """Returns the error of an adapter, which has the sizes of an option."""
-        mechanism = _features_alone(adapter)
+        w: ProjectionLike | None,
+        feature_map: Calibrated | Learned,
+    ) -> Candidate:
+        """Returns features with their error in a layer of an option's sizes."""
+        mechanism = RandomFeatureMechanism(
+            in_pairs(w, feature_map, self.draw_options), feature_map=feature_map
+        )
         measure = functools.partial(_measure, mechanism, test, option)
         found = self.kept.recall(f"error of {option}", (mechanism, test), measure)
         error, spread = float(found["relative_error"]), float(found["standard_error"])
-        return LayerChoice(
+        choice = LayerChoice(
             *option,
-            is_learned=adapter.learned is not None,
+            is_learned=isinstance(feature_map, Learned),
             operations=cost,
             relative_error=error,
             standard_error=spread,
@@ -227,23 +243,21 @@ class Layer:
             far_share=found["far_share"],
             softmax_far_share=found["softmax_far_share"],
         )
+        return Candidate(w, feature_map, choice)
 
-    def _learned(
+    def _learn(
         self,
         fit: Sequence[_Ranked],
-        adapter: RandomFeatureAttention,
+        w: Any,
         option: Option,
         num_steps: int,
         optimizer: Any,
         prng_key: jax.Array,
-    ) -> RandomFeatureAttention:
-        """Returns the adapter with learned features, which start as its own."""
-        projection: Any = adapter.projection
+    ) -> Learned:
+        """Returns learned features, which start as the calibrated ones of W."""
         # The second row of each pair is the negative of the first.
-        learned = Learned.start(get_value(projection)[..., ::2, :], self.calibration)
-        mechanism = dataclasses.replace(
-            _features_alone(adapter), projection=None, feature_map=learned
-        )
+        learned = Learned.start(w[..., ::2, :], self.calibration)
+        mechanism = RandomFeatureMechanism(None, feature_map=learned)
         pairs = ExactPairs.of(option.exact_bandwidth, option.exact_keys)
         rows = {name: getattr(learned, name) for name in Learned.axes_of_one}
         state = optimizer.init(rows)
@@ -252,16 +266,14 @@ class Layer:
         def learn() -> dict[str, jax.Array]:
             learning = rows, state
             for number in numbers:
-                learning = _learn(*learning, mechanism, fit[number], pairs, optimizer=optimizer)
+                learning = _step(*learning, mechanism, fit[number], pairs, optimizer=optimizer)
             return learning[0]
 
         # The optimizer's numbers, such as its rates, are in its program and not in its state.
         step = jax.make_jaxpr(optimizer.update)(rows, state, rows)
         inputs = (mechanism, state, step.consts, numbers, fit)
         found = self.kept.recall(f"features learned for {option} by {step}", inputs, learn)
-        learned = dataclasses.replace(learned, **jax.tree.map(jnp.asarray, found))
-        sizes = option._asdict() | {"num_features": None}  # The rows are those of the map.
-        return self.make(**sizes, feature_map=learned)
+        return dataclasses.replace(learned, **jax.tree.map(jnp.asarray, found))
 
 
 def most_operations(
@@ -353,12 +365,6 @@ def _measure(
     }
 
 
-def _features_alone(adapter: RandomFeatureAttention) -> RandomFeatureMechanism:
-    """Returns the attention of an adapter without its exact band and keys."""
-    mechanism = adapter.mechanism(adapter.num_heads)
-    return dataclasses.replace(mechanism, exact_bandwidth=None, exact_keys=None)
-
-
 @jax.jit
 def _log_kernels(
     mechanism: RandomFeatureMechanism, request: Request
@@ -378,7 +384,7 @@ def _ranks(scorer: Calibrated, request: Request) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames="optimizer")
-def _learn(
+def _step(
     rows: dict[str, jax.Array],
     state: Any,
     mechanism: RandomFeatureMechanism,

@@ -1,0 +1,252 @@
+"""Conversion of a trained Linen model to random-feature attention, in one call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core import freeze
+
+from simrf_jax._src.attention import RandomFeatureMechanism
+from simrf_jax._src.features.learned import Learned
+from simrf_jax._src.integrations import flax_attention, flax_calibration
+from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
+from simrf_jax._src.integrations.linearization.layer_choice import Candidate
+from simrf_jax._src.integrations.linearization.search import (
+    ALL_TOKENS,
+    Report,
+    Search,
+    check_chosen,
+    keywords,
+)
+from simrf_jax._src.integrations.linen.adapter import apply
+from simrf_jax._src.integrations.linen.calibration import replaced
+from simrf_jax._src.integrations.linen.projection import boxed
+from simrf_jax._src.integrations.linen.random_features import PARAMETERS, RandomFeatureAttention
+from simrf_jax._src.integrations.linen.swap import Rule, with_rules
+from simrf_jax._src.projections import DrawOptions
+
+_CALLS = "recorded_calls"  # A collection.
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Linearization(Report):
+    """The choices of ``linearize`` for a model, which documents the fields; prints as a table."""
+
+    model: nn.Module
+    variables: Mapping[str, Any]
+
+
+def linearize(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batches: Iterable[Any],
+    held_out: Iterable[Any],
+    *,
+    key: jax.Array,
+    relative_error: float | None = None,
+    budget: float | None = None,
+    num_features: Sequence[int] = (32, 64, 128, 256),
+    exact_bandwidth: Sequence[int | None] = (16,),
+    exact_keys: Sequence[int | tuple[int, ...] | None] = (8, 32),
+    num_steps: int = 0,
+    optimizer: Any = None,
+    where: Callable[[str, nn.MultiHeadDotProductAttention], bool] | None = None,
+    call: Callable[..., Any] = apply,
+    progress: Callable[[list[str]], Iterable[str]] = iter,
+    folder: str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> Linearization:
+    """Returns a trained model without softmax attention, with a choice of features for each layer.
+
+    The choice is that of ``simrf_jax.integrations.nnx.linearize``, which describes it, for each
+    ``nn.MultiHeadDotProductAttention`` that the model calls. The model and its variables do not
+    change. The new model calls the layers as ``swap_attention`` does, and its variables are those
+    of the model, together with W, the calibration and the learned rows of each layer. Layers that
+    have an adapter keep it. ``nn.scan`` and ``nn.vmap`` over layers are not supported.
+
+    Args:
+      model: A model that calls ``nn.MultiHeadDotProductAttention`` layers.
+      variables: Variables of the trained model.
+      batches: Batches of the model's inputs to fit and to learn from.
+      held_out: Other batches, to judge on, with two sequences or more. Errors on the kind of data
+        that the features were fitted to say little about other kinds.
+      key: A typed PRNG key, for W and for the steps.
+      relative_error: The largest relative error of a layer, or None for the smallest possible.
+      budget: The most multiplications of all layers together relative to those of their exact
+        attention at the length of the held-out batches, or None for no limit.
+      num_features: Numbers of features of each head to try.
+      exact_bandwidth: Bandwidths to try; None stands for no band.
+      exact_keys: Numbers of exact keys, or tuples of their positions, to try; None stands for none.
+      num_steps: Number of steps to learn the features of an option, each on one of the batches; 0
+        for calibrated features only.
+      optimizer: An ``optax.GradientTransformation`` for these steps.
+      where: Function of the path and the layer that returns True for layers to change; None for
+        all.
+      call: ``call(model, variables, batch, **options)`` calls the model, by default
+        ``model.apply``, and passes options such as ``mutable`` on. It is compiled by ``jax.jit``.
+      progress: Function such as ``tqdm.tqdm`` that gets the list of the layers' paths, returns an
+        iterable of them, and may show how many are done.
+      folder: Folder of files with the errors and the learned features of the options, from which an
+        interrupted call continues if it is repeated, or None.
+      **options: Other keywords of ``RandomFeatureAttention``, such as ``masks`` or ``is_causal``,
+        which models that pass causal masks need.
+
+    Returns:
+      A record that prints as a table, with the fields ``model`` and ``variables``, the new ones,
+      and ``layers``, ``relative_error``, ``operations``, ``output_error`` and ``output_cosine`` as
+      in ``simrf_jax.integrations.nnx.linearize``. ``model.init`` makes variables of the same
+      structure, for example to restore a checkpoint.
+
+    Raises:
+      TypeError: If an option is unknown or of a wrong type, or ``linearize`` chooses it itself.
+      ValueError: If neither ``relative_error`` nor ``budget`` is given, a number is out of range,
+        there is nothing to fit, to judge or to try, an option does not fit a layer, a layer cannot
+        be swapped (see ``swap_attention``), ``folder`` is a file, or a file in it is damaged.
+
+    Example:
+      >>> import jax
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import linearize
+      >>> model = nn.MultiHeadDotProductAttention(num_heads=4)
+      >>> x = list(jax.random.normal(jax.random.key(0), (4, 2, 50, 32)))  # Yours.
+      >>> variables = model.init(jax.random.key(1), x[0])
+      >>> report = linearize(
+      ...     model, variables, x[:2], x[2:], relative_error=0.05, key=jax.random.key(2)
+      ... )
+      >>> report.layers["itself"].is_reached  # print(report) shows the choice and its error.
+      True
+      >>> report.model.apply(report.variables, x[0]).shape
+      (2, 50, 32)
+    """
+    search = Search(
+        relative_error=relative_error,
+        budget=budget,
+        num_features=num_features,
+        exact_bandwidth=exact_bandwidth,
+        exact_keys=exact_keys,
+        num_steps=num_steps,
+        optimizer=optimizer,
+        progress=progress,
+        folder=folder,
+    )
+    check_chosen(options)
+    flax_attention.check_options(RandomFeatureAttention, options)
+    for given in (batches, held_out):
+        flax_calibration.check_batches(given)
+    held_out = list(held_out)
+    exact = jax.jit(functools.partial(call, model))
+    before = [exact(variables, batch) for batch in held_out]
+    exact_options = freeze({**options, "exact_bandwidth": ALL_TOKENS})
+    recorder = with_rules(model, Rule(2, where, exact_options, _Recorder))
+    recording = jax.jit(functools.partial(call, recorder, mutable=[_CALLS]))
+    recorded = search.record(
+        lambda batch: _calls(recording(variables, batch)[1]), batches, held_out
+    )
+    keys = (jax.random.fold_in(key, number) for number in itertools.count())
+    chosen = search.choose(recorded, options, keys)
+    linearized = with_rules(
+        model, *(_rule(path, one, options) for path, one in chosen.candidates.items())
+    )
+    for path, one in chosen.candidates.items():
+        for place, value in _variables(path, one, chosen.draw_options):
+            variables = replaced(variables, place, value)
+    attend = jax.jit(functools.partial(call, linearized))
+    after = [attend(variables, batch) for batch in held_out]
+    fields = search.report(chosen, after, before)
+    report = Linearization(**fields, model=linearized, variables=variables)
+    report.warn()
+    return report
+
+
+class _Recorder(RandomFeatureAttention):
+    """An adapter that records its calls; its band has all tokens, so that W changes nothing."""
+
+    def _key(self) -> jax.Array:
+        return jax.random.key(0)
+
+    def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
+        del name
+        return draw().unbox()
+
+    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatureMechanism) -> None:
+        if not self.is_mutable_collection(_CALLS):
+            raise ValueError(
+                f"The calls of the layer {'.'.join(self.path[:-1])} cannot be recorded: call must "
+                "pass its keyword mutable on to apply, and nn.scan and nn.vmap over layers are not "
+                "supported."
+            )
+        seen: nn.Variable[Any] = self.variable(_CALLS, "calls", tuple)
+        seen.value = (*seen.value, SeenCall.of(request, mechanism))
+
+
+@dataclasses.dataclass(frozen=True)
+class _At:
+    """The layer at a path."""
+
+    path: str
+
+    def __call__(self, path: str, layer: nn.MultiHeadDotProductAttention) -> bool:
+        del layer
+        return path == self.path
+
+
+def _rule(path: str, candidate: Candidate, options: dict[str, Any]) -> Rule:
+    """Returns the rule that gives a layer the sizes of a candidate."""
+    chosen = keywords(candidate)
+    if isinstance(candidate.feature_map, Learned):
+        size = candidate.feature_map.query_rows.shape[-2]
+        return Rule(size, _At(path), freeze({**options, **chosen, "feature_map": "learned"}))
+    chosen |= {"feature_map": "calibrated", "coupling": "cross_polytope", "norms": "pair"}
+    return Rule(candidate.choice.num_features, _At(path), freeze({**options, **chosen}))
+
+
+def _variables(
+    path: str, candidate: Candidate, draw_options: DrawOptions
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields the places and values of a layer's variables."""
+    adapter = (*(() if path == "itself" else path.split(".")), "attention_fn")
+    feature_map = candidate.feature_map
+    if isinstance(feature_map, Learned):
+        for name in PARAMETERS:
+            yield ("params", *adapter, name), getattr(feature_map, name)
+        feature_map = feature_map.calibration
+    else:
+        w = boxed(candidate.projection, draw_options)
+        yield ("random_features", *adapter, "projection"), w
+    yield ("calibration", *adapter, "feature_map"), feature_map
+
+
+def _calls(collections: Mapping[str, Any]) -> dict[str, tuple[SeenCall, ...]]:
+    """Returns the calls of each layer."""
+    found = dict(_layers(collections.get(_CALLS, {})))
+    for path, seen in found.items():
+        check_seen(path, seen)
+    if not found:
+        raise ValueError(
+            "model must call an nn.MultiHeadDotProductAttention that has no adapter and for which "
+            "where is None or returns True, got none."
+        )
+    for path, seen in found.items():
+        if any(one.request.call.query.ndim - 3 != one.batch_ndim for one in seen):
+            raise ValueError(
+                f"The layer {path} must be one layer, got a stack of nn.scan or nn.vmap."
+            )
+    return found
+
+
+def _layers(
+    collection: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, tuple[SeenCall, ...]]]:
+    """Yields the path of each layer, and the calls of its adapter."""
+    for name, node in collection.items():
+        if name == "attention_fn":
+            yield ".".join(path) or "itself", node["calls"]
+        else:
+            yield from _layers(node, (*path, name))
