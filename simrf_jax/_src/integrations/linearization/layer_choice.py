@@ -131,7 +131,7 @@ class Layer:
     """The calls of a layer's attention in a model with exact attention.
 
     Attributes:
-      draw_options: How W is drawn, in pairs of rows.
+      draw_options: The options with which W is drawn, in pairs of rows.
       is_shared: True for one W of all heads.
       calibration: The fit to queries and keys of the fitting batches.
       fit: Calls to learn from.

@@ -70,7 +70,7 @@ class Chosen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What is tried, and for which error; ``linearize`` documents the fields.
+    """The sizes that ``linearize`` tries, and the error that it asks for; it documents the fields.
 
     Raises:
       TypeError: If the sizes to try are no sequences, or keys are given with a rule.
