@@ -74,8 +74,8 @@ class Search:
 
     Raises:
       TypeError: If the sizes to try are no sequences, or keys are given with a rule.
-      ValueError: If there is neither an error nor a budget, a number is out of range, or there is
-        nothing to try.
+      ValueError: If there is neither an error nor a budget, a number is out of range, there is
+        nothing to try, or ``folder`` is a file.
     """
 
     relative_error: float | None
@@ -101,6 +101,7 @@ class Search:
                 f"optimizer={self.optimizer!r}."
             )
         self._options()
+        self._kept()
 
     def record(
         self, record: Callable[[Any], Calls], batches: Iterable[Any], held_out: Iterable[Any]
@@ -154,7 +155,6 @@ class Search:
           options: Keywords of the adapters, of which some determine how W is drawn.
           keys: PRNG keys.
         """
-        kept = KeptResults.in_folder(self.folder)
         of_draws = {name: options[name] for name in ("block", "rotation") if name in options}
         draw_options = DrawOptions("cross_polytope", norms="pair", **of_draws)
         layers = {
@@ -165,7 +165,7 @@ class Search:
                 recorded.fit[path],
                 recorded.test[path],
                 self.relative_error,
-                kept,
+                self._kept(),
             )
             for path, calibration in recorded.calibrations.items()
         }
@@ -181,6 +181,9 @@ class Search:
         costs = [one.choice.operations for one in candidates.values()]
         operations = float(np.average(costs, weights=list(exact.values())))
         return Chosen(candidates, draw_options, operations)
+
+    def _kept(self) -> KeptResults:
+        return KeptResults.in_folder(self.folder)
 
     def _options(self) -> list[Option]:
         """Returns all combinations of the sizes to try."""
