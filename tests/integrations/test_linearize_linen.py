@@ -11,8 +11,10 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.core import freeze
 
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.linearization import layer_choice
 from simrf_jax.integrations import linen
 from simrf_jax.integrations import nnx as nnx_adapters
 
@@ -135,11 +137,13 @@ def test_the_variables_are_those_of_the_report(is_causal, num_steps):
     assert "lower" in str(report)
 
 
-def test_equal_keys_give_equal_results_and_an_interrupted_call_continues(tmp_path):
+def test_a_second_call_reads_what_the_first_has_kept(tmp_path, monkeypatch):
     model, variables = trained()
     first = linearize(model, variables, folder=tmp_path)
     files = len(list(tmp_path.iterdir()))
-    again = linearize(model, variables, folder=tmp_path)
+    monkeypatch.setattr(layer_choice, "_measure", lambda *args: pytest.fail("Called."))
+    again = linearize(model, freeze(variables), folder=tmp_path)
+    assert jax.tree.structure(first.variables) == jax.tree.structure(again.variables)
     assert len(list(tmp_path.iterdir())) == files == 2
     chex.assert_trees_all_equal(first.variables, again.variables)
     assert repr(first) == repr(again)
@@ -174,6 +178,20 @@ class Scanned(nn.Module):
         return body(layer(name="layer"), x, None)[0]
 
 
+class Dotted(nn.Module):
+    """A layer whose name has a dot."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(num_heads=HEADS, name="a.b")(x)
+
+
+def linen_apply(model, variables, batch, options):
+    """Returns the output alone, whatever the options."""
+    found = model.apply(variables, batch, **options)
+    return found[0] if options else found
+
+
 def test_refusals():
     model, variables = trained()
     refused = functools.partial(linearize, model, variables)
@@ -193,10 +211,19 @@ def test_refusals():
     of_all = {**swapped.init(jax.random.key(1), batches()[0]), **variables}
     with pytest.raises(ValueError, match="that has no adapter and for which where"):
         linearize(swapped, of_all)
+    with pytest.raises(TypeError, match=r"for NNX models there is .*nnx\.linearize"):
+        linearize(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), variables)
+    with pytest.raises(TypeError, match="key"):
+        refused(key=3)
+    with pytest.raises(ValueError, match="call must return the output and the changed coll"):
+        refused(call=lambda model, variables, batch, **o: linen_apply(model, variables, batch, o))
+    named = Dotted()
+    with pytest.raises(ValueError, match=r"names without dots other than itself, got a\.b"):
+        linearize(named, named.init(jax.random.key(0), batches()[0]))
     with pytest.raises(ValueError, match="call must pass its keyword mutable on"):
         refused(call=lambda model, variables, batch, **_: model.apply(variables, batch))
-    for has_calls in (False, True):
+    for has_calls, reason in ((False, "cannot be recorded"), (True, "got a stack of nn.scan")):
         scanned = Scanned(has_calls)
         variables = scanned.init(jax.random.key(0), batches()[0])
-        with pytest.raises(ValueError, match="scan"):
+        with pytest.raises(ValueError, match=reason):
             linearize(scanned, variables)

@@ -70,10 +70,10 @@ class Chosen(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """The sizes that ``linearize`` tries, and the error that it asks for; it documents the fields.
+    """The sizes to try and the error to reach; ``linearize`` documents the fields.
 
     Raises:
-      TypeError: If the sizes to try are no sequences, or keys are given with a rule.
+      TypeError: If the sizes to try are no sequences, or ``exact_keys`` has an ``ExactKeys``.
       ValueError: If there is neither an error nor a budget, a number is out of range, there is
         nothing to try, or ``folder`` is a file.
     """

@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 from flax import linen as nn
-from flax.core import freeze
+from flax.core import freeze, unfreeze
 
+from simrf_jax._src import checks
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import flax_attention, flax_calibration
@@ -29,7 +30,7 @@ from simrf_jax._src.integrations.linen.adapter import apply
 from simrf_jax._src.integrations.linen.calibration import replaced
 from simrf_jax._src.integrations.linen.projection import boxed
 from simrf_jax._src.integrations.linen.random_features import PARAMETERS, RandomFeatureAttention
-from simrf_jax._src.integrations.linen.swap import Rule, with_rules
+from simrf_jax._src.integrations.linen.swap import Rule, check_linen, with_rules
 from simrf_jax._src.projections import DrawOptions
 
 _CALLS = "recorded_calls"  # A collection.
@@ -67,7 +68,7 @@ def linearize(
 
     The choice is that of ``simrf_jax.integrations.nnx.linearize``, which describes it, for each
     ``nn.MultiHeadDotProductAttention`` that the model calls. The model and its variables do not
-    change. The new model calls the layers as ``swap_attention`` does, and its variables are those
+    change. The new model is one that ``swap_attention`` could return, and its variables are those
     of the model, together with W, the calibration and the learned rows of each layer. Layers that
     have an adapter keep it. ``nn.scan`` and ``nn.vmap`` over layers are not supported.
 
@@ -89,12 +90,14 @@ def linearize(
       optimizer: An ``optax.GradientTransformation`` for these steps.
       where: Function of the path and the layer that returns True for layers to change; None for
         all.
-      call: ``call(model, variables, batch, **options)`` calls the model, by default
-        ``model.apply``, and passes options such as ``mutable`` on. It is compiled by ``jax.jit``.
+      call: ``call(model, variables, batch)`` returns the output, and with the keyword ``mutable``
+        also the changed collections, by default ``model.apply``. It is compiled by ``jax.jit``. For
+        a model with dropout, pass one that turns it off, such as ``lambda model, variables, batch,
+        **options: model.apply(variables, batch, deterministic=True, **options)``.
       progress: Function such as ``tqdm.tqdm`` that gets the list of the layers' paths, returns an
         iterable of them, and may show how many are done.
-      folder: Folder of files with the errors and the learned features of the options, from which an
-        interrupted call continues if it is repeated, or None.
+      folder: Folder of files, or None. A call that is repeated after an interruption reads from
+        there what it had computed; see ``simrf_jax.integrations.nnx.linearize``.
       **options: Other keywords of ``RandomFeatureAttention``, such as ``masks`` or ``is_causal``,
         which models that pass causal masks need.
 
@@ -105,7 +108,8 @@ def linearize(
       structure, for example to restore a checkpoint.
 
     Raises:
-      TypeError: If an option is unknown or of a wrong type, or ``linearize`` chooses it itself.
+      TypeError: If an option is unknown or of a wrong type, ``linearize`` chooses it itself, or the
+        model is not a Linen module.
       ValueError: If neither ``relative_error`` nor ``budget`` is given, a number is out of range,
         there is nothing to fit, to judge or to try, an option does not fit a layer, a layer cannot
         be swapped (see ``swap_attention``), ``folder`` is a file, or a file in it is damaged.
@@ -125,6 +129,12 @@ def linearize(
       >>> report.model.apply(report.variables, x[0]).shape
       (2, 50, 32)
     """
+    check_linen(model, "linearize")
+    check_chosen(options)
+    flax_attention.check_options(RandomFeatureAttention, options)
+    for given in (batches, held_out):
+        flax_calibration.check_batches(given)
+    checks.typed_key(key)
     search = Search(
         relative_error=relative_error,
         budget=budget,
@@ -136,24 +146,19 @@ def linearize(
         progress=progress,
         folder=folder,
     )
-    check_chosen(options)
-    flax_attention.check_options(RandomFeatureAttention, options)
-    for given in (batches, held_out):
-        flax_calibration.check_batches(given)
     held_out = list(held_out)
     exact = jax.jit(functools.partial(call, model))
     before = [exact(variables, batch) for batch in held_out]
     exact_options = freeze({**options, "exact_bandwidth": ALL_TOKENS})
     recorder = with_rules(model, Rule(2, where, exact_options, _Recorder))
     recording = jax.jit(functools.partial(call, recorder, mutable=[_CALLS]))
-    recorded = search.record(
-        lambda batch: _calls(recording(variables, batch)[1]), batches, held_out
-    )
+    recorded = search.record(lambda batch: _calls(recording(variables, batch)), batches, held_out)
     keys = (jax.random.fold_in(key, number) for number in itertools.count())
     chosen = search.choose(recorded, options, keys)
     linearized = with_rules(
         model, *(_rule(path, one, options) for path, one in chosen.candidates.items())
     )
+    variables = unfreeze(dict(variables))
     for path, one in chosen.candidates.items():
         for place, value in _variables(path, one, chosen.draw_options):
             variables = replaced(variables, place, value)
@@ -223,8 +228,14 @@ def _variables(
     yield ("calibration", *adapter, "feature_map"), feature_map
 
 
-def _calls(collections: Mapping[str, Any]) -> dict[str, tuple[SeenCall, ...]]:
-    """Returns the calls of each layer."""
+def _calls(returned: Any) -> dict[str, tuple[SeenCall, ...]]:
+    """Returns the calls of each layer, from what a call of the model returned."""
+    if not isinstance(returned, tuple) or not isinstance(returned[-1], Mapping):
+        raise ValueError(
+            "call must return the output and the changed collections if it gets mutable, as "
+            f"model.apply does, got {type(returned).__name__}."
+        )
+    collections = returned[-1]
     found = dict(_layers(collections.get(_CALLS, {})))
     for path, seen in found.items():
         check_seen(path, seen)
@@ -246,6 +257,8 @@ def _layers(
 ) -> Iterator[tuple[str, tuple[SeenCall, ...]]]:
     """Yields the path of each layer, and the calls of its adapter."""
     for name, node in collection.items():
+        if "." in name or name == "itself":
+            raise ValueError(f"Layers must have names without dots other than itself, got {name}.")
         if name == "attention_fn":
             yield ".".join(path) or "itself", node["calls"]
         else:

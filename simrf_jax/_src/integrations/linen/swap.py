@@ -126,13 +126,18 @@ def swap_attention(
       >>> swapped.apply(variables, x).shape
       (2, 10, 32)
     """
+    check_linen(model, "swap_attention")
+    flax_attention.check_options(RandomFeatureAttention, options)
+    return with_rules(model, Rule(num_features, where, freeze(options)))
+
+
+def check_linen(model: Any, name: str) -> None:
+    """Raises ``TypeError`` for a model that is not of Linen, which the function of NNX may take."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a flax.linen.Module, got {type(model).__name__}; for NNX models there "
-            "is simrf_jax.integrations.nnx.swap_attention."
+            f"is simrf_jax.integrations.nnx.{name}."
         )
-    flax_attention.check_options(RandomFeatureAttention, options)
-    return with_rules(model, Rule(num_features, where, freeze(options)))
 
 
 def with_rules(model: nn.Module, *rules: Rule) -> SwappedAttention:

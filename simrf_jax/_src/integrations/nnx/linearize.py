@@ -179,6 +179,9 @@ def linearize(
       Zhang et al., LoLCATs: On Low-Rank Linearizing of Large Language Models (ICLR 2025),
       https://arxiv.org/abs/2410.10254
     """
+    check_chosen(options)
+    for given in (batches, held_out):
+        flax_calibration.check_batches(given)
     search = Search(
         relative_error=relative_error,
         budget=budget,
@@ -190,9 +193,6 @@ def linearize(
         progress=progress,
         folder=folder,
     )
-    check_chosen(options)
-    for given in (batches, held_out):
-        flax_calibration.check_batches(given)
     compiled, held_out = compiled_call(call), list(held_out)
     before = [compiled(model, batch) for batch in held_out]
     recording = swap_attention(
