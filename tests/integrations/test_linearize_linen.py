@@ -110,6 +110,11 @@ def test_the_variables_are_those_of_the_report(is_causal, num_steps):
     expected = jax.eval_shape(report.model.init, jax.random.key(0), batches()[0])
     chex.assert_trees_all_equal_shapes_and_dtypes(report.variables, expected)
     assert jax.tree.structure(report.variables) == jax.tree.structure(expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        again = linearize(model, report.variables, is_causal=is_causal)
+    assert not again.layers["lower"].is_learned
+    assert "attention_fn" not in again.variables["params"]["lower"]
     # The error of a layer's outputs, whose inputs are those of softmax attention.
     choice, errors = report.layers["lower"], []
     for x in batches(2):

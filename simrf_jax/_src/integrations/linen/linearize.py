@@ -160,6 +160,9 @@ def linearize(
     )
     variables = unfreeze(dict(variables))
     for path, one in chosen.candidates.items():
+        for collection in ("params", "random_features", "calibration"):
+            # An earlier conversion may have left variables of other features.
+            variables = _without(variables, (collection, *_adapter(path)))
         for place, value in _variables(path, one, chosen.draw_options):
             variables = replaced(variables, place, value)
     attend = jax.jit(functools.partial(call, linearized))
@@ -216,8 +219,7 @@ def _variables(
     path: str, candidate: Candidate, draw_options: DrawOptions
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yields the places and values of a layer's variables."""
-    adapter = (*(() if path == "itself" else path.split(".")), "attention_fn")
-    feature_map = candidate.feature_map
+    adapter, feature_map = _adapter(path), candidate.feature_map
     if isinstance(feature_map, Learned):
         for name in PARAMETERS:
             yield ("params", *adapter, name), getattr(feature_map, name)
@@ -226,6 +228,19 @@ def _variables(
         w = boxed(candidate.projection, draw_options)
         yield ("random_features", *adapter, "projection"), w
     yield ("calibration", *adapter, "feature_map"), feature_map
+
+
+def _adapter(path: str) -> tuple[str, ...]:
+    """Returns the names of modules from the model to the adapter of a layer."""
+    return (*(() if path == "itself" else path.split(".")), "attention_fn")
+
+
+def _without(collection: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
+    """Returns a collection without what is at a path, and without what is then empty."""
+    name, *rest = path
+    others = {one: node for one, node in collection.items() if one != name}
+    inner = _without(collection[name], rest) if rest and name in collection else {}
+    return {**others, name: inner} if inner else others
 
 
 def _calls(returned: Any) -> dict[str, tuple[SeenCall, ...]]:
