@@ -12,6 +12,7 @@ import simrf_jax
 from simrf_jax._src.attention.inspection.report import AttentionReport
 from simrf_jax._src.integrations.flax_report import LayerReport
 from simrf_jax._src.integrations.linearization.layer_choice import LayerChoice
+from simrf_jax._src.integrations.linen.linearize import Linearization as LinenLinearization
 from simrf_jax._src.integrations.nnx.linearize import Linearization
 from simrf_jax._src.selection.choice import FeatureChoice
 from simrf_jax._src.theory.optimum import OptimalDirections
@@ -73,6 +74,7 @@ RETURNED = [
     (simrf_jax.theory.optimal_directions, OptimalDirections),
     (linen.attention_report, LayerReport),
     (nnx.attention_report, LayerReport),
+    (linen.linearize, LinenLinearization),
     (nnx.linearize, Linearization),
     (nnx.linearize, LayerChoice),
 ]

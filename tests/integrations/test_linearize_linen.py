@@ -154,6 +154,17 @@ def test_a_second_call_reads_what_the_first_has_kept(tmp_path, monkeypatch):
     assert repr(first) == repr(again)
 
 
+def test_one_layer_with_one_w_for_all_heads():
+    model, variables = trained()
+    report = linearize(model, variables, shared=True, where=lambda path, layer: path == "upper")
+    assert list(report.layers) == ["upper"]
+    assert list(report.variables["random_features"]) == ["upper"]
+    w = report.variables["random_features"]["upper"]["attention_fn"]["projection"]
+    assert w.shape == (4, WIDTH // HEADS)
+    out = jax.jit(report.model.apply)(report.variables, batches()[0])
+    chex.assert_trees_all_close(out, report.model.apply(report.variables, batches()[0]), rtol=1e-4)
+
+
 def test_layers_that_have_an_adapter_keep_it():
     model, variables = trained()
     swapped = linen.swap_attention(model, 4, where=lambda path, layer: path == "upper")
@@ -183,12 +194,16 @@ class Scanned(nn.Module):
         return body(layer(name="layer"), x, None)[0]
 
 
-class Dotted(nn.Module):
-    """A layer whose name has a dot."""
+class Named(nn.Module):
+    """Attention of some name, which only long sequences get."""
+
+    name_of_layer: str
 
     @nn.compact
     def __call__(self, x):
-        return nn.MultiHeadDotProductAttention(num_heads=HEADS, name="a.b")(x)
+        layer = nn.MultiHeadDotProductAttention(num_heads=HEADS, name=self.name_of_layer)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=HEADS)(x)
+        return layer(x) if x.shape[1] == LENGTH else x
 
 
 def linen_apply(model, variables, batch, options):
@@ -222,9 +237,14 @@ def test_refusals():
         refused(key=3)
     with pytest.raises(ValueError, match="call must return the output and the changed coll"):
         refused(call=lambda model, variables, batch, **o: linen_apply(model, variables, batch, o))
-    named = Dotted()
-    with pytest.raises(ValueError, match=r"names without dots other than itself, got a\.b"):
-        linearize(named, named.init(jax.random.key(0), batches()[0]))
+    for name in ("a.b", "itself"):
+        named = Named(name)
+        with pytest.raises(ValueError, match=f"dot in its name or be called itself, got {name}"):
+            linearize(named, named.init(jax.random.key(0), batches()[0]))
+    named = Named("last")
+    short = [x[:, :-1] for x in batches(2)]
+    with pytest.raises(ValueError, match="must call the same layers, got last in some only"):
+        linearize(named, named.init(jax.random.key(0), batches()[0]), short)
     with pytest.raises(ValueError, match="call must pass its keyword mutable on"):
         refused(call=lambda model, variables, batch, **_: model.apply(variables, batch))
     for has_calls, reason in ((False, "cannot be recorded"), (True, "got a stack of nn.scan")):

@@ -67,6 +67,10 @@ class LayerChoice:
         """Returns the mean error plus one standard error."""
         return self.relative_error + self.standard_error
 
+    def exact_options(self) -> dict[str, Any]:
+        """Returns the band and the exact keys, by the keywords of ``RandomFeatureAttention``."""
+        return {"exact_bandwidth": self.exact_bandwidth, "exact_keys": self.exact_keys}
+
 
 class Candidate(NamedTuple):
     """The features of an option, and what is known of them.

@@ -21,7 +21,7 @@ from simrf_jax._src.calibration.moments import Moments
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_calibration import LOGGER
-from simrf_jax._src.integrations.flax_report import SeenCall
+from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.linearization.kept_results import KeptResults
 from simrf_jax._src.integrations.linearization.layer_choice import (
     Candidate,
@@ -101,7 +101,7 @@ class Search:
                 f"optimizer={self.optimizer!r}."
             )
         self._options()
-        self._kept()
+        KeptResults.in_folder(self.folder)
 
     def record(
         self, record: Callable[[Any], Calls], batches: Iterable[Any], held_out: Iterable[Any]
@@ -114,13 +114,13 @@ class Search:
           held_out: Batches to judge on.
 
         Raises:
-          ValueError: If there are none, or layers are called in some batches only or causal in some
-            calls only.
+          ValueError: If there are none, a layer has a mask that it cannot honor, or layers are
+            called in some batches only or causal in some calls only.
         """
         sums: dict[str, tuple[Moments, Moments]] = {}
         fit: list[Calls] = []
         for batch in flax_calibration.logged(batches):
-            calls = record(batch)
+            calls = _checked(record(batch))
             for path, seen in calls.items():
                 for one in seen:
                     sums[path] = _added(sums.get(path), one)
@@ -130,7 +130,7 @@ class Search:
             path: flax_calibration.fit_stack(own, center=True, balance=True, tilt="log")
             for path, own in sums.items()
         }
-        test = [record(batch) for batch in held_out]
+        test = [_checked(record(batch)) for batch in held_out]
         if not test:
             raise ValueError("held_out must have two sequences or more, got none.")
         for calls in (*fit, *test):
@@ -155,6 +155,7 @@ class Search:
           options: Keywords of the adapters, of which some determine how W is drawn.
           keys: PRNG keys.
         """
+        kept = KeptResults.in_folder(self.folder)
         of_draws = {name: options[name] for name in ("block", "rotation") if name in options}
         draw_options = DrawOptions("cross_polytope", norms="pair", **of_draws)
         layers = {
@@ -165,7 +166,7 @@ class Search:
                 recorded.fit[path],
                 recorded.test[path],
                 self.relative_error,
-                self._kept(),
+                kept,
             )
             for path, calibration in recorded.calibrations.items()
         }
@@ -181,9 +182,6 @@ class Search:
         costs = [one.choice.operations for one in candidates.values()]
         operations = float(np.average(costs, weights=list(exact.values())))
         return Chosen(candidates, draw_options, operations)
-
-    def _kept(self) -> KeptResults:
-        return KeptResults.in_folder(self.folder)
 
     def _options(self) -> list[Option]:
         """Returns all combinations of the sizes to try."""
@@ -278,16 +276,17 @@ class Report:
             warnings.warn(sentence + cost, stacklevel=3)
 
 
-def keywords(candidate: Candidate) -> dict[str, Any]:
-    """Returns the band and keys of an option, by the keywords of ``RandomFeatureAttention``."""
-    choice = candidate.choice
-    return {"exact_bandwidth": choice.exact_bandwidth, "exact_keys": choice.exact_keys}
-
-
 def check_chosen(options: Mapping[str, Any]) -> None:
     """Raises ``TypeError`` for options that ``linearize`` sets itself."""
     if taken := [name for name in _CHOSEN if name in options]:
         raise TypeError(f"linearize chooses {', '.join(taken)} itself, got {options[taken[0]]!r}.")
+
+
+def _checked(calls: Calls) -> Calls:
+    """Returns the calls, each of which must have a mask that its layer can honor."""
+    for path, seen in calls.items():
+        check_seen(path, seen)
+    return calls
 
 
 def _added(sums: tuple[Moments, Moments] | None, seen: SeenCall) -> tuple[Moments, Moments]:

@@ -110,12 +110,12 @@ def calibrate(
     fitted = dict(variables)
     for path, before in adapters.items():
         after = maps[path]
-        fitted["calibration"] = replaced(fitted["calibration"], (*path, "feature_map"), after)
+        fitted["calibration"] = _replaced(fitted["calibration"], (*path, "feature_map"), after)
         for collection, name in ROWS:
             rows = _at(fitted.get(collection, {}), path).get(name)
             if rows is not None:
                 turned = _turned(rows, before, after)
-                fitted[collection] = replaced(fitted[collection], (*path, name), turned)
+                fitted[collection] = _replaced(fitted[collection], (*path, name), turned)
     return fitted
 
 
@@ -145,10 +145,10 @@ def _at(collection: Mapping[str, Any], path: Iterable[str]) -> Mapping[str, Any]
     return collection
 
 
-def replaced(collection: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Returns a collection with a value at a path, where there may have been another or none."""
+def _replaced(collection: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Returns a collection with another value at a path."""
     name, *rest = path
-    return {**collection, name: replaced(collection.get(name, {}), rest, value) if rest else value}
+    return {**collection, name: _replaced(collection[name], rest, value) if rest else value}
 
 
 def _turned(rows: Any, before: Calibrated, after: Calibrated) -> Any:

@@ -11,29 +11,28 @@ from typing import Any
 
 import jax
 from flax import linen as nn
-from flax.core import freeze, unfreeze
+from flax.core import freeze
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from simrf_jax._src import checks
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import flax_attention, flax_calibration
-from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
+from simrf_jax._src.integrations.flax_report import SeenCall
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
 from simrf_jax._src.integrations.linearization.search import (
     ALL_TOKENS,
     Report,
     Search,
     check_chosen,
-    keywords,
 )
 from simrf_jax._src.integrations.linen.adapter import apply
-from simrf_jax._src.integrations.linen.calibration import replaced
 from simrf_jax._src.integrations.linen.projection import boxed
 from simrf_jax._src.integrations.linen.random_features import PARAMETERS, RandomFeatureAttention
 from simrf_jax._src.integrations.linen.swap import Rule, check_linen, with_rules
 from simrf_jax._src.projections import DrawOptions
 
-_CALLS = "recorded_calls"  # A collection.
+_CALLS = "recorded_calls"  # Collection in which the layers record their calls.
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -66,11 +65,12 @@ def linearize(
 ) -> Linearization:
     """Returns a trained model without softmax attention, with a choice of features for each layer.
 
-    The choice is that of ``simrf_jax.integrations.nnx.linearize``, which describes it, for each
-    ``nn.MultiHeadDotProductAttention`` that the model calls. The model and its variables do not
-    change. The new model is one that ``swap_attention`` could return, and its variables are those
-    of the model, together with W, the calibration and the learned rows of each layer. Layers that
-    have an adapter keep it. ``nn.scan`` and ``nn.vmap`` over layers are not supported.
+    The function records and fits the queries and keys of each ``nn.MultiHeadDotProductAttention``
+    that the model calls, and chooses its features, band and exact keys, as
+    ``simrf_jax.integrations.nnx.linearize`` does and explains. The given model and its variables do
+    not change. The new model attends like one from ``swap_attention``. Its variables are those of
+    the given model, together with W, the calibration and the learned rows of each layer. Layers
+    that have an adapter keep it. ``nn.scan`` and ``nn.vmap`` over layers are not supported.
 
     Args:
       model: A model that calls ``nn.MultiHeadDotProductAttention`` layers.
@@ -112,7 +112,8 @@ def linearize(
         model is not a Linen module.
       ValueError: If neither ``relative_error`` nor ``budget`` is given, a number is out of range,
         there is nothing to fit, to judge or to try, an option does not fit a layer, a layer cannot
-        be swapped (see ``swap_attention``), ``folder`` is a file, or a file in it is damaged.
+        be swapped (see ``swap_attention``) or recorded, ``folder`` is a file, or a file in it is
+        damaged.
 
     Example:
       >>> import jax
@@ -155,16 +156,14 @@ def linearize(
     recorded = search.record(lambda batch: _calls(recording(variables, batch)), batches, held_out)
     keys = (jax.random.fold_in(key, number) for number in itertools.count())
     chosen = search.choose(recorded, options, keys)
-    linearized = with_rules(
-        model, *(_rule(path, one, options) for path, one in chosen.candidates.items())
-    )
-    variables = unfreeze(dict(variables))
+    rules, flat = [], flatten_dict(dict(variables))
     for path, one in chosen.candidates.items():
-        for collection in ("params", "random_features", "calibration"):
-            # An earlier conversion may have left variables of other features.
-            variables = _without(variables, (collection, *_adapter(path)))
-        for place, value in _variables(path, one, chosen.draw_options):
-            variables = replaced(variables, place, value)
+        rules.append(_rule(path, one, chosen.draw_options, options))
+        adapter = (*(() if path == "itself" else path.split(".")), "attention_fn")
+        # An earlier conversion may have left variables of other features.
+        flat = {place: x for place, x in flat.items() if place[1 : len(adapter) + 1] != adapter}
+        flat |= _variables(adapter, one, chosen.draw_options)
+    linearized, variables = with_rules(model, *rules), unflatten_dict(flat)
     attend = jax.jit(functools.partial(call, linearized))
     after = [attend(variables, batch) for batch in held_out]
     fields = search.report(chosen, after, before)
@@ -205,42 +204,32 @@ class _At:
         return path == self.path
 
 
-def _rule(path: str, candidate: Candidate, options: dict[str, Any]) -> Rule:
+def _rule(
+    path: str, candidate: Candidate, draw_options: DrawOptions, options: dict[str, Any]
+) -> Rule:
     """Returns the rule that gives a layer the sizes of a candidate."""
-    chosen = keywords(candidate)
+    size, chosen = candidate.choice.num_features, candidate.choice.exact_options()
     if isinstance(candidate.feature_map, Learned):
         size = candidate.feature_map.query_rows.shape[-2]
-        return Rule(size, _At(path), freeze({**options, **chosen, "feature_map": "learned"}))
-    chosen |= {"feature_map": "calibrated", "coupling": "cross_polytope", "norms": "pair"}
-    return Rule(candidate.choice.num_features, _At(path), freeze({**options, **chosen}))
+        chosen |= {"feature_map": "learned"}
+    else:
+        drawn = {"coupling": draw_options.coupling, "norms": draw_options.norms}
+        chosen |= {"feature_map": "calibrated", **drawn}
+    return Rule(size, _At(path), freeze({**options, **chosen}))
 
 
 def _variables(
-    path: str, candidate: Candidate, draw_options: DrawOptions
-) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yields the places and values of a layer's variables."""
-    adapter, feature_map = _adapter(path), candidate.feature_map
+    adapter: tuple[str, ...], candidate: Candidate, draw_options: DrawOptions
+) -> dict[tuple[str, ...], Any]:
+    """Returns the variables of an adapter by their places, which begin with the collection."""
+    feature_map = candidate.feature_map
     if isinstance(feature_map, Learned):
-        for name in PARAMETERS:
-            yield ("params", *adapter, name), getattr(feature_map, name)
-        feature_map = feature_map.calibration
-    else:
-        w = boxed(candidate.projection, draw_options)
-        yield ("random_features", *adapter, "projection"), w
-    yield ("calibration", *adapter, "feature_map"), feature_map
-
-
-def _adapter(path: str) -> tuple[str, ...]:
-    """Returns the names of modules from the model to the adapter of a layer."""
-    return (*(() if path == "itself" else path.split(".")), "attention_fn")
-
-
-def _without(collection: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
-    """Returns a collection without what is at a path, and without what is then empty."""
-    name, *rest = path
-    others = {one: node for one, node in collection.items() if one != name}
-    inner = _without(collection[name], rest) if rest and name in collection else {}
-    return {**others, name: inner} if inner else others
+        places = {("params", *adapter, name): getattr(feature_map, name) for name in PARAMETERS}
+        return places | {("calibration", *adapter, "feature_map"): feature_map.calibration}
+    return {
+        ("random_features", *adapter, "projection"): boxed(candidate.projection, draw_options),
+        ("calibration", *adapter, "feature_map"): feature_map,
+    }
 
 
 def _calls(returned: Any) -> dict[str, tuple[SeenCall, ...]]:
@@ -250,10 +239,7 @@ def _calls(returned: Any) -> dict[str, tuple[SeenCall, ...]]:
             "call must return the output and the changed collections if it gets mutable, as "
             f"model.apply does, got {type(returned).__name__}."
         )
-    collections = returned[-1]
-    found = dict(_layers(collections.get(_CALLS, {})))
-    for path, seen in found.items():
-        check_seen(path, seen)
+    found = dict(_layers(returned[-1].get(_CALLS, {})))
     if not found:
         raise ValueError(
             "model must call an nn.MultiHeadDotProductAttention that has no adapter and for which "
@@ -273,7 +259,9 @@ def _layers(
     """Yields the path of each layer, and the calls of its adapter."""
     for name, node in collection.items():
         if "." in name or name == "itself":
-            raise ValueError(f"Layers must have names without dots other than itself, got {name}.")
+            raise ValueError(
+                f"No module may have a dot in its name or be called itself, got {name}."
+            )
         if name == "attention_fn":
             yield ".".join(path) or "itself", node["calls"]
         else:

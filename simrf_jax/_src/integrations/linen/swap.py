@@ -132,7 +132,7 @@ def swap_attention(
 
 
 def check_linen(model: Any, name: str) -> None:
-    """Raises ``TypeError`` for a model that is not of Linen, which the function of NNX may take."""
+    """Raises ``TypeError`` for a model that is no Linen module, for a function that NNX has too."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model must be a flax.linen.Module, got {type(model).__name__}; for NNX models there "

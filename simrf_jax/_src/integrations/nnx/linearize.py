@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 
 from simrf_jax._src.integrations import flax_calibration
-from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
+from simrf_jax._src.integrations.flax_report import SeenCall
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
 from simrf_jax._src.integrations.linearization.search import (
@@ -19,7 +19,6 @@ from simrf_jax._src.integrations.linearization.search import (
     Report,
     Search,
     check_chosen,
-    keywords,
 )
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
@@ -229,7 +228,7 @@ def _adapter(
         None,
         feature_map=candidate.feature_map,
         rngs=rngs,
-        **keywords(candidate),
+        **candidate.choice.exact_options(),
         **options,
     )
     if candidate.projection is not None:
@@ -247,7 +246,4 @@ def _record(
     calls = {path: AttentionCalls(()) for path in adapters}
     with observing(adapters, calls):
         compiled(model, batch)
-    found = {path: get_value(own) for path, own in calls.items()}
-    for path, seen in found.items():
-        check_seen(path, seen)
-    return found
+    return {path: get_value(own) for path, own in calls.items()}
