@@ -95,7 +95,7 @@ def test_the_choice_is_that_of_nnx():
     chex.assert_trees_all_close(fitted, of_layer, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("is_causal, num_steps", [(True, 0), (False, 3)])
+@pytest.mark.parametrize(("is_causal", "num_steps"), [(True, 0), (False, 3)])
 def test_the_variables_are_those_of_the_report(is_causal, num_steps):
     model, variables = trained(is_causal=is_causal)
     before = jax.tree.map(np.array, variables)

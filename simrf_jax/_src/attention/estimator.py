@@ -157,11 +157,7 @@ class QueryFeatures(NamedTuple):
     poisoned: Bool[Array, "B T K G"]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["projection", "feature_map", "scorer"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HeadMaps:
     """The feature map and W, which compute the features of the queries and keys of all heads.
@@ -262,9 +258,7 @@ def _split_nonfinite(
     return LogFeatures(exponent, jnp.where(finite, phi.log_scale, 0), values), ~finite[..., 0]
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=["count", "by"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyChoice:
     """A choice of keys that queries see exactly.
@@ -275,9 +269,9 @@ class KeyChoice:
       by: The rule that chooses a number of keys.
     """
 
-    count: int
+    count: int = dataclasses.field(metadata={"static": True})
     positions: Integer[Array, "*batch g"] | None = None
-    by: KeyRule = "mass"
+    by: KeyRule = dataclasses.field(default="mass", metadata={"static": True})
 
     def __repr__(self) -> str:
         return one_line.representation(self)

@@ -46,11 +46,7 @@ class BlendState(NamedTuple):
         return one_line.representation(self)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["near", "far", "near_weight", "far_weights"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blend(Mechanism[BlendState]):
     """Near and far field, each normalized separately, and their weights: FMM attention.

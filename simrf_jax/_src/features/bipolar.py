@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -38,11 +37,7 @@ from simrf_jax._src.projections import (
 from simrf_jax._src.projections.record import agreed
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["hyperbolic", "trigonometric", "weights"],
-    meta_fields=["draw_options"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BipolarProjection(StructuredProjection):
     """Random vectors of a bipolar hybrid estimator; see ``draw_bipolar_projection``.
@@ -58,7 +53,7 @@ class BipolarProjection(StructuredProjection):
     hyperbolic: ProjectionLike
     trigonometric: ProjectionLike
     weights: ProjectionLike
-    draw_options: DrawOptions | None = None
+    draw_options: DrawOptions | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

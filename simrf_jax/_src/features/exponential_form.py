@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import ClassVar
@@ -17,11 +16,7 @@ from simrf_jax._src.features.log_space import LogFeatures
 from simrf_jax._src.projections import Projection, ProjectionLike, product
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "offsets", "stretch", "center", "constant"],
-    meta_fields=["is_paired"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExponentialForm:
     r"""The features of one side of a map whose features are exponentials of quadratic functions.
@@ -45,7 +40,7 @@ class ExponentialForm:
     stretch: Float[Array, "*K H H"] | None = None
     center: Float[Array, "*K H"] | None = None
     constant: Float[Array, "*K"] | None = None
-    is_paired: bool = False
+    is_paired: bool = dataclasses.field(default=False, metadata={"static": True})
     axes_of_one: ClassVar[Mapping[str, int]] = {
         "rows": 2,
         "offsets": 1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -55,11 +54,7 @@ class ModelReport(dict[str, LayerReport]):
         return "\n".join(lines)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["mechanism", "request", "is_valid"],
-    meta_fields=["batch_ndim"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SeenCall:
     """A recorded call of an adapter, which lifted transformations may stack.
@@ -74,7 +69,7 @@ class SeenCall:
     mechanism: RandomFeatureMechanism
     request: Request
     is_valid: jax.Array
-    batch_ndim: int
+    batch_ndim: int = dataclasses.field(metadata={"static": True})
 
     @classmethod
     def of(cls, request: Request, mechanism: RandomFeatureMechanism) -> SeenCall:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,7 @@ from simrf_jax._src.projections.row_blocks import (
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["signs", "row_norms"],
-    meta_fields=["dim", "coupling", "block", "num_zero_rows"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class FastRows:
     """The rows W = D S HD HD HD, stored as their random signs and norms.
@@ -46,10 +41,10 @@ class FastRows:
 
     signs: Int8[Array, "*stack num_blocks 3 padded_dim"]
     row_norms: Float[Array, "*stack num_directions"]
-    dim: int
-    coupling: FixedCoupling
-    block: BlockMode
-    num_zero_rows: int = 0
+    dim: int = dataclasses.field(metadata={"static": True})
+    coupling: FixedCoupling = dataclasses.field(metadata={"static": True})
+    block: BlockMode = dataclasses.field(metadata={"static": True})
+    num_zero_rows: int = dataclasses.field(default=0, metadata={"static": True})
 
     def __repr__(self) -> str:
         if not hasattr(self.row_norms, "shape"):  # JAX puts placeholders in place of arrays.

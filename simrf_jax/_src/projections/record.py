@@ -140,11 +140,7 @@ class DrawOptions:
         return drawn if self.draws_weights else rows
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rows", "log_weights"],
-    meta_fields=["is_paired", "draw_options"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Projection(StructuredProjection):
     r"""The projection W, with its weights, its structure and the options of its draw.
@@ -202,8 +198,8 @@ class Projection(StructuredProjection):
     expected = "an array [num_features, dim] or a Projection"
     rows: Float[ArrayLike, "*stack num_rows dim"] | FastRows
     log_weights: Float[ArrayLike, "*stack num_features"] | None = None
-    is_paired: bool = False
-    draw_options: DrawOptions | None = None
+    is_paired: bool = dataclasses.field(default=False, metadata={"static": True})
+    draw_options: DrawOptions | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def of(cls, projection: Any) -> Projection:

@@ -27,11 +27,7 @@ from simrf_jax._src.attention.mechanism import (
 )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[],
-    meta_fields=["bandwidth", "block_size", "sequence_axis"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Band(Mechanism[Window]):
     """Banded attention with a bandwidth.
@@ -56,9 +52,11 @@ class Band(Mechanism[Window]):
       True
     """
 
-    bandwidth: SupportsIndex
-    block_size: SupportsIndex | None = None
-    sequence_axis: str | tuple[str, ...] | None = None
+    bandwidth: SupportsIndex = dataclasses.field(metadata={"static": True})
+    block_size: SupportsIndex | None = dataclasses.field(default=None, metadata={"static": True})
+    sequence_axis: str | tuple[str, ...] | None = dataclasses.field(
+        default=None, metadata={"static": True}
+    )
 
     def __post_init__(self) -> None:
         """Checks the fields."""

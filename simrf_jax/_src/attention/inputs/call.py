@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import TypeAlias, TypedDict
@@ -35,11 +34,7 @@ Axes: TypeAlias = tuple[str, ...]
 MOST_TERMS = 2**24
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["query", "key", "value", "key_log_weights", "scale", "segments", "real", "finite"],
-    meta_fields=["batch", "is_batched", "dtype"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """Queries, keys and values by key heads: K key heads with G query heads each.
@@ -71,9 +66,9 @@ class Inputs:
     segments: Integer[Array, "B S"] | None
     real: Bool[Array, "#B T 1 1"]
     finite: Bool[Array, "B T K G"]
-    batch: Shape
-    is_batched: bool
-    dtype: jnp.dtype
+    batch: Shape = dataclasses.field(metadata={"static": True})
+    is_batched: bool = dataclasses.field(metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
     def clean(self, *, scaled: bool, fill_with_tokens: bool) -> Inputs:
         """Returns inputs with finite tokens in place of hidden and nonfinite ones.
@@ -158,21 +153,7 @@ def check_keywords(name: str, given: Mapping[str, object], known: frozenset[str]
         )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "query",
-        "key",
-        "value",
-        "mask",
-        "bias",
-        "scale",
-        "query_seq_lengths",
-        "key_value_seq_lengths",
-        "segment_ids",
-    ],
-    meta_fields=["is_causal"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
     r"""A call of attention: the arguments of ``jax.nn.dot_product_attention``, and segments.
@@ -200,7 +181,7 @@ class Call:
     query_seq_lengths: Shaped[Array, " ..."] | None = None
     key_value_seq_lengths: Shaped[Array, " ..."] | None = None
     segment_ids: Shaped[Array, " ..."] | None = None
-    is_causal: bool = False
+    is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @classmethod
     def of(

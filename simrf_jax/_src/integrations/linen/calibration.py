@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 from flax import linen as nn
 from flax.core.meta import AxisMetadata
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from simrf_jax._src.calibration.api import check_options
 from simrf_jax._src.calibration.fit import Balance, Tilt
@@ -95,27 +96,32 @@ def calibrate(
     for box in boxes:
         flax_calibration.check_tilt(tilt, getattr(box, "draw_options", None))
 
-    sums = _start(variables["calibration"])
+    adapters = {place[:-1]: one for place, one in flatten_dict(variables["calibration"]).items()}
+    sums = unflatten_dict(
+        {(*path, "moments"): flax_calibration.no_moments(one) for path, one in adapters.items()}
+    )
     add = _compiled(model, call)
     for batch in flax_calibration.logged(batches):
         sums = add(variables, sums, batch)
 
-    adapters = dict(_adapters(variables["calibration"]))
+    moments = flatten_dict(sums)
     maps = flax_calibration.fit_adapters(
-        {path: (before, _at(sums, path)["moments"]) for path, before in adapters.items()},
+        {path: (before, moments[*path, "moments"]) for path, before in adapters.items()},
         center=center,
         balance=balance,
         tilt=tilt,
     )
-    fitted = dict(variables)
-    for path, before in adapters.items():
-        after = maps[path]
-        fitted["calibration"] = _replaced(fitted["calibration"], (*path, "feature_map"), after)
-        for collection, name in ROWS:
-            rows = _at(fitted.get(collection, {}), path).get(name)
-            if rows is not None:
-                turned = _turned(rows, before, after)
-                fitted[collection] = _replaced(fitted[collection], (*path, name), turned)
+    calibration = unflatten_dict({(*path, "feature_map"): one for path, one in maps.items()})
+    fitted = {**variables, "calibration": calibration}
+    for collection, name in ROWS:
+        flat = flatten_dict(fitted.get(collection, {}), keep_empty_nodes=True)
+        turned = {
+            (*path, name): _turned(flat[*path, name], before, maps[path])
+            for path, before in adapters.items()
+            if (*path, name) in flat
+        }
+        if turned:
+            fitted[collection] = unflatten_dict(flat | turned)
     return fitted
 
 
@@ -127,46 +133,11 @@ ROWS = (
 )
 
 
-def _adapters(
-    calibration: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[tuple[str, ...], Calibrated]]:
-    """Yields the path and the calibration of each adapter."""
-    for name, node in calibration.items():
-        if isinstance(node, Calibrated):
-            yield path, node
-        else:
-            yield from _adapters(node, (*path, name))
-
-
-def _at(collection: Mapping[str, Any], path: Iterable[str]) -> Mapping[str, Any]:
-    """Returns the variables of a module, empty if it has none in the collection."""
-    for name in path:
-        collection = collection.get(name, {})
-    return collection
-
-
-def _replaced(collection: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Returns a collection with another value at a path."""
-    name, *rest = path
-    return {**collection, name: _replaced(collection[name], rest, value) if rest else value}
-
-
 def _turned(rows: Any, before: Calibrated, after: Calibrated) -> Any:
     """Returns rows turned with the axes, in their original box."""
     if isinstance(rows, AxisMetadata):
         return rows.replace_boxed(_turned(rows.unbox(), before, after))
     return flax_calibration.turn_projection(rows, before, after)
-
-
-def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an empty collection ``calibration_moments`` for all adapters."""
-    sums: dict[str, Any] = {}
-    for name, node in calibration.items():
-        if isinstance(node, Calibrated):
-            sums["moments"] = flax_calibration.no_moments(node)
-        else:
-            sums[name] = _start(node)
-    return sums
 
 
 def _compiled(model: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:

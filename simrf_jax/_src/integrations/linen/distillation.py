@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from simrf_jax._src.integrations.linen.adapter import apply
 from simrf_jax._src.integrations.linen.random_features import PARAMETERS
@@ -68,10 +69,15 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    zeros = _zeros(variables.get("params", {}))
+    zeros = {
+        (*place[:-1], "loss"): jnp.zeros(x.shape[:-3])  # One for each of a stack of layers.
+        for place, x in flatten_dict(variables.get("params", {})).items()
+        if place[-1] == "query_rows"
+    }
     if not zeros:
         raise _no_learned_features()
-    _, updates = call(model, {**variables, "distillation": zeros}, batch, mutable=["distillation"])
+    given = {**variables, "distillation": unflatten_dict(zeros)}
+    _, updates = call(model, given, batch, mutable=["distillation"])
     losses = jax.tree.leaves(updates["distillation"])
     return jnp.mean(jnp.stack([jnp.mean(loss) for loss in losses]))
 
@@ -112,14 +118,3 @@ def _no_learned_features() -> ValueError:
         "The variables have no learned features: make the model's RandomFeatureAttention(...) "
         'with feature_map="learned", and call init.'
     )
-
-
-def _zeros(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a collection ``distillation`` with a loss for each adapter with learned features."""
-    zeros: dict[str, Any] = {}
-    for name, node in params.items():
-        if name == "query_rows":
-            zeros["loss"] = jnp.zeros(node.shape[:-3])  # One for each of a stack of layers.
-        elif isinstance(node, Mapping) and (inner := _zeros(node)):
-            zeros[name] = inner
-    return zeros

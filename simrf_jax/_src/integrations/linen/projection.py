@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +17,7 @@ from simrf_jax._src.features import BipolarProjection
 from simrf_jax._src.projections import DrawOptions, ProjectionLike, as_projection
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["draw_options"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomProjection(meta.AxisMetadata[Any]):
     """A box in the collection ``random_features`` that holds W and the options of its draw.
@@ -37,7 +34,7 @@ class RandomProjection(meta.AxisMetadata[Any]):
     """
 
     value: Any
-    draw_options: DrawOptions
+    draw_options: DrawOptions = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
         return one_line.representation(self)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 
-from simrf_jax._src.integrations.flax_report import ModelReport, SeenCall, report_of_calls
+from simrf_jax._src.integrations.flax_report import ModelReport, report_of_calls
 from simrf_jax._src.integrations.linen.adapter import apply
 
 
@@ -68,28 +69,12 @@ def attention_report(
       (2,)
     """
     _, updates = call(model, variables, batch, mutable=["attention_calls"])
-    seen = dict(_calls(updates.get("attention_calls", {})))
-    drawn = dict.fromkeys(_paths(variables.get("random_features", {})), ())
-    if not drawn | seen:
+    drawn, seen = (
+        flatten_dict(x.get(name, {}))
+        for x, name in ((variables, "random_features"), (updates, "attention_calls"))
+    )
+    calls = {".".join(place[:-1]): () for place in drawn if place[-1] == "projection"}
+    calls |= {".".join(place[:-1]): one for place, one in seen.items()}
+    if not calls:
         raise ValueError("The model has no RandomFeatureAttention to report on.")
-    return report_of_calls([*(drawn | seen).items()], relative_error)
-
-
-def _calls(
-    collection: Mapping[str, Any], path: tuple[str, ...] = ()
-) -> Iterator[tuple[str, tuple[SeenCall, ...]]]:
-    """Yields the paths of the adapters, and the calls that they have seen."""
-    for name, node in collection.items():
-        if isinstance(node, Mapping):
-            yield from _calls(node, (*path, name))
-        else:
-            yield ".".join(path), node
-
-
-def _paths(collection: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields the paths of the adapters that hold their own W."""
-    for name, node in collection.items():
-        if isinstance(node, Mapping):
-            yield from _paths(node, (*path, name))
-        elif name == "projection":
-            yield ".".join(path)
+    return report_of_calls([*calls.items()], relative_error)
