@@ -100,7 +100,7 @@ def test_masks_broadcast_over_any_batch_axis(shape):
     mask = np.random.default_rng(3).random(shape) < 0.6
     target = (2, 3, 2, 4, 9)
     row = masks.one_row("mask", mask, target)
-    found = np.broadcast_to(masks.mask_per_key(row, target), (2, 3, 2, 9))
+    found = np.broadcast_to(masks.per_key(jnp.asarray(row), target), (2, 3, 2, 9))
     np.testing.assert_array_equal(found, np.broadcast_to(mask, (2, 3, 2, 1, 9))[..., 0, :])
 
 

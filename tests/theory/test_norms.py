@@ -416,8 +416,8 @@ def test_nan_and_no_distance(coupling, norms):
     ("options", "match"),
     [
         ({"norms": "gamma"}, "norms must be one of 'chi', 'sqrt_dim', 'antithetic', 'shared'"),
-        ({"coupling": "iid", "norms": "shared"}, "iid rows have no row blocks"),
-        ({"coupling": "iid", "norms": "antithetic"}, "iid rows have no row blocks"),
+        ({"coupling": "iid", "norms": "shared"}, "coupling='iid' has no row blocks"),
+        ({"coupling": "iid", "norms": "antithetic"}, "coupling='iid' has no row blocks"),
         ({"norms": "pair"}, "'pair' .* only coupling='cross_polytope' has, got .*'simplex'"),
         ({"parameter": 0.125}, "parameter must be less than 1/8, .* got 0.125"),
         ({"parameter": np.nan}, "parameter must be less than 1/8, .* got nan"),

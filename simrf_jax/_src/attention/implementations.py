@@ -45,14 +45,12 @@ ENTRIES: dict[str, Entry] = {
 }
 
 
-def names_of(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the names of implementations that a caller asks for, or None if none are given.
+def names_of(asked: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of the implementations that a caller asks for.
 
     Raises:
       ValueError: If one is unknown, or a sequence is empty.
     """
-    if asked is None:
-        return None
     if not isinstance(asked, list | tuple):
         checks.one_of("implementation", asked, (*IMPLEMENTATIONS, None))
         return (str(asked),)

@@ -18,7 +18,6 @@ from simrf_jax._src.attention.inputs.call import (
     Inputs,
     Options,
     StepOptions,
-    axes_of_length,
     check_keywords,
 )
 from simrf_jax._src.attention.inputs.masks import Shape
@@ -167,12 +166,11 @@ def check_tokens(call: Call) -> None:
             "segment_ids are for whole sequences: the state of decoding, such as the cache of an "
             "adapter with decode=True, holds one sequence in each row of the batch."
         )
-    for x in (call.query, call.key, call.value):
-        if axes := axes_of_length(x):
-            raise ValueError(
-                "Decoding takes tokens whose length is not sharded, got one sharded over the mesh "
-                f"axis {', '.join(map(repr, axes))}; jax.reshard them."
-            )
+    if axes := call.explicit_axes(in_order=True):
+        raise ValueError(
+            "Decoding takes tokens whose length is not sharded, got one sharded over the mesh "
+            f"axis {', '.join(map(repr, axes))}; jax.reshard them."
+        )
 
 
 def check_step(call: Call, inputs: Inputs) -> None:

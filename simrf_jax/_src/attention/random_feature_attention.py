@@ -100,14 +100,16 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
         feature_map.check_norms(w)
         if chunk_size is None:
             chunk_size = CHUNK_SIZE_ON_GPUS if jax.default_backend() == "gpu" else CHUNK_SIZE
+        else:
+            chunk_size = checks.power_of_two("chunk_size", chunk_size)
         super().__init__(
             w,
             feature_map,
-            checks.power_of_two("chunk_size", chunk_size),
+            chunk_size,
             checks.axis_names("sequence_axis", sequence_axis) or None,
             checks.axis_names("batch_axis", batch_axis) or None,
             checks.axis_names("head_axis", head_axis) or None,
-            names_of(implementation),
+            None if implementation is None else names_of(implementation),
             None if exact_bandwidth is None else check_band(exact_bandwidth, feature_map),
             None if exact_keys is None else KeyChoice.of(exact_keys),
         )

@@ -15,7 +15,6 @@ from simrf_jax._src import checks, one_line
 from simrf_jax._src.calibration.api import check_tokens, scaled
 from simrf_jax._src.calibration.fit import log_optimal_variance, log_second_moment
 from simrf_jax._src.features.calibrated import Calibrated
-from simrf_jax._src.features.log_space import Side
 
 LOGGER = logging.getLogger("simrf_jax")
 NUM_STEPS = 20
@@ -220,8 +219,8 @@ def _draw_sums(
     shape = (keys_per_query, *logits.shape[:-1])
     drawn = jax.random.categorical(prng_key, logits[None], shape=shape)
     sequence = jnp.arange(len(y))[None, :, None, None]
-    sums = _coordinates(x, calibration, "query")[None]
-    sums = sums + _coordinates(y, calibration, "key")[sequence, drawn]
+    sums = calibration.balanced(x, side="query")[None]
+    sums = sums + calibration.balanced(y, side="key")[sequence, drawn]
     is_pair = jnp.broadcast_to(jnp.any(visible, axis=-1)[None, :, :, None], shape)
     if exact_bandwidth is not None:
         positions = jnp.arange(x.shape[1])[None, None, :, None]
@@ -229,17 +228,6 @@ def _draw_sums(
     is_pair = is_pair.ravel()
     # Padding may hold anything.
     return jnp.where(is_pair[:, None], sums.reshape(len(is_pair), -1), 0), is_pair
-
-
-def _coordinates(
-    x: Float[Array, "*batch H"], calibration: Calibrated, side: Side
-) -> Float[Array, "*batch H"]:
-    """Returns centered and balanced vectors."""
-    is_query = side == "query"
-    mean = calibration.query_mean if is_query else calibration.key_mean
-    matrix = calibration.query_matrix if is_query else calibration.key_matrix
-    offsets = x - jnp.broadcast_to(mean, x.shape)
-    return jnp.einsum("...h,jh->...j", offsets, matrix, precision=jax.lax.Precision.HIGHEST)
 
 
 def _cluster(

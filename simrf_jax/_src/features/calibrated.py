@@ -136,15 +136,19 @@ class Calibrated(FeatureMap):
         ``jax.vmap`` would move it.
         """
         w = Projection.of(projection)
-        mean, matrix, other, _ = self._of_side(side, x.dtype)
-        centered = x - _broadcast(mean, x)
-        balanced = _of_heads(centered, jnp.asarray(matrix))
+        mean, _, other, _ = self._of_side(side, x.dtype)
+        balanced = self.balanced(x, side=side)
         products = (x - _broadcast(0.5 * mean, x)) * _broadcast(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
         tilted = balanced * _broadcast(jnp.sqrt(self._variances(x.dtype)), x)
         exponent = _of_heads(tilted, w.unweighted)
         exponent += _broadcast(self._half_log_weights(w, x.dtype), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
+
+    def balanced(self, x: Float[Array, "*batch H"], *, side: Side) -> Float[Array, "*batch H"]:
+        """Returns centered and balanced vectors ``[..., H]``, or ``[batch, length, K, ..., H]``."""
+        mean, matrix, *_ = self._of_side(side, x.dtype)
+        return _of_heads(x - _broadcast(mean, x), jnp.asarray(matrix))
 
     def key_scores(self, y: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
         r"""Returns scores of keys of one head, for queries and keys like those of the fit.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from simrf_jax._src.features.exponential_form import ExponentialForm, form_of_rows
+from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.feature_map import FeatureMap, named
 from simrf_jax._src.features.log_space import Kernel, LogFeatures, Side
 from simrf_jax._src.projections import Projection, ProjectionLike
@@ -43,7 +43,12 @@ class ExponentialMap(FeatureMap, static=("kernel",)):
         """Returns the same form for queries and keys; None for the Gaussian kernel."""
         if self.kernel != "softmax":
             return None
-        return form_of_rows(self.rows(Projection.of(projection)))
+        w = self.rows(Projection.of(projection))
+        form = ExponentialForm(w.dense_rows(), is_paired=w.is_paired)
+        if w.log_weights is None:
+            return form
+        offsets = w.add_half_log_weights(jnp.zeros(form.num_features, form.rows.dtype))
+        return dataclasses.replace(form, offsets=offsets)
 
 
 @named("positive")

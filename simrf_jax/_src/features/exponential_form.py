@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from simrf_jax._src import one_line
 from simrf_jax._src.features.log_space import LogFeatures
-from simrf_jax._src.projections import Projection, ProjectionLike, product
+from simrf_jax._src.projections import Projection, product
 
 
 @jax.tree_util.register_dataclass
@@ -78,14 +78,3 @@ class ExponentialForm:
         return LogFeatures(
             exponent, -0.5 * squares + (constant - 0.5 * math.log(self.num_features))
         )
-
-
-def form_of_rows(projection: ProjectionLike) -> ExponentialForm:
-    """Returns the form of positive features of the rows of W."""
-    w = Projection.of(projection)
-    rows = w.dense_rows()
-    form = ExponentialForm(rows, is_paired=w.is_paired)
-    if w.log_weights is None:
-        return form
-    offsets = w.add_half_log_weights(jnp.zeros(form.num_features, rows.dtype))
-    return dataclasses.replace(form, offsets=offsets)

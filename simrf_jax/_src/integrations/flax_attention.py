@@ -22,7 +22,6 @@ from simrf_jax._src.attention import (
     Mechanism,
     RandomFeatureMechanism,
 )
-from simrf_jax._src.attention.implementations import Implementation, names_of
 from simrf_jax._src.attention.inputs.masks import differs_between_queries
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.integrations import flax_masks
@@ -35,28 +34,23 @@ Masks: TypeAlias = Literal["keys", "factored", "packed"]
 AxisNames: TypeAlias = str | tuple[str, ...] | None
 
 
+# Fields of an adapter that are those of its attention.
+FIELDS = (
+    "sequence_axis",
+    "batch_axis",
+    "head_axis",
+    "implementation",
+    "exact_bandwidth",
+    "exact_keys",
+)
+
+
 def random_features(
-    projection: ProjectionLike | None,
-    feature_map: FeatureMapLike,
-    *,
-    sequence_axis: AxisNames,
-    batch_axis: AxisNames = None,
-    head_axis: AxisNames = None,
-    implementation: Implementation | None = None,
-    exact_bandwidth: int | None = None,
-    exact_keys: int | ExactKeys | tuple[int, ...] | None = None,
+    projection: ProjectionLike | None, feature_map: FeatureMapLike, adapter: Any
 ) -> RandomFeatureMechanism:
-    """Returns random-feature attention without gradients for W."""
-    return RandomFeatureMechanism(
-        jax.lax.stop_gradient(projection),
-        feature_map,
-        sequence_axis=sequence_axis,
-        batch_axis=batch_axis,
-        head_axis=head_axis,
-        implementation=implementation,
-        exact_bandwidth=exact_bandwidth,
-        exact_keys=exact_keys,
-    )
+    """Returns the random-feature attention of an adapter, without gradients for W."""
+    fields = {name: getattr(adapter, name) for name in FIELDS}
+    return RandomFeatureMechanism(jax.lax.stop_gradient(projection), feature_map, **fields)
 
 
 def blend(
@@ -85,7 +79,7 @@ def blend(
         jnp.repeat(jax.nn.sigmoid(logits), groups, axis=-1) for logits in (near_logit, far_logits)
     )
     fields = tuple(
-        random_features(w, feature_map, sequence_axis=sequence_axis)
+        RandomFeatureMechanism(jax.lax.stop_gradient(w), feature_map, sequence_axis=sequence_axis)
         for w, feature_map in zip(projections, feature_maps, strict=True)
     )
     return Blend(Band(bandwidth, sequence_axis=sequence_axis), fields, near, far)
@@ -249,15 +243,6 @@ def check_fields(
         checks.boolean(name, switch)
     checks.one_of("masks", masks, get_args(Masks))
     checks.axis_names("sequence_axis", sequence_axis)
-
-
-def check_kernels(
-    batch_axis: AxisNames, head_axis: AxisNames, implementation: Implementation | None
-) -> None:
-    """Checks the fields that choose the implementation and the mesh axes."""
-    checks.axis_names("batch_axis", batch_axis)
-    checks.axis_names("head_axis", head_axis)
-    names_of(implementation)
 
 
 def check_options(adapter: type, options: Mapping[str, Any]) -> None:

@@ -88,8 +88,7 @@ def add_moments(sums: tuple[Moments, Moments], request: Request) -> tuple[Moment
     and keys, is treated as self-attention: then queries at hidden keys do not count either.
     """
     query, key = jax.lax.stop_gradient((request.call.query, request.call.key))
-    scale = query.shape[-1] ** -0.5 if request.call.scale is None else request.call.scale
-    queries, keys = moments(query, key, scale, *real_tokens(request))
+    queries, keys = moments(query, key, request.call.logit_scale, *real_tokens(request))
     return sums[0].merge(queries), sums[1].merge(keys)
 
 

@@ -9,7 +9,7 @@ from jaxtyping import Float64
 from numpy.typing import ArrayLike
 
 from simrf_jax._src import checks
-from simrf_jax._src.projections import FIXED_NORMS, NORMS, Norms, couplings
+from simrf_jax._src.projections import FIXED_NORMS, Norms, couplings
 
 ClosedFormCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "cross_polytope"]
 COUPLINGS = get_args(ClosedFormCoupling)
@@ -43,25 +43,6 @@ def coupling(name: str, value: Any, dim: int) -> None:
     checks.one_of(name, value, COUPLINGS)
     if value != "cross_polytope":  # It exists in every dimension.
         couplings.check_dim(value, dim, name)
-
-
-def norm_law(value: Any, coupling: ClosedFormCoupling) -> None:
-    """Raises ``ValueError`` unless rows of the coupling can have this law of norms.
-
-    Args:
-      value: The law to check.
-      coupling: Coupling of the rows, already checked.
-    """
-    checks.one_of("norms", value, NORMS)
-    if coupling == "iid" and value in ("antithetic", "shared"):
-        raise ValueError(
-            f"norms={value!r} couples the norms of one row block, and iid rows have no row blocks."
-        )
-    if coupling != "cross_polytope" and value == "pair":
-        raise ValueError(
-            "norms='pair' gives the rows of a +- pair one norm, which only "
-            f"coupling='cross_polytope' has, got coupling={coupling!r}."
-        )
 
 
 def parameter(value: ArrayLike, norms: Norms) -> Float64[np.ndarray, "*shape"]:

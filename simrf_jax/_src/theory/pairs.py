@@ -6,8 +6,10 @@ from collections import Counter
 from typing import Literal, NamedTuple, TypeAlias
 
 from simrf_jax._src import checks
+from simrf_jax._src.kernels import GAUSSIAN
 from simrf_jax._src.projections import BLOCK_MODES, FIXED_NORMS, BlockMode, Norms
 from simrf_jax._src.projections.couplings import COUPLED
+from simrf_jax._src.projections.norms import check_norms
 from simrf_jax._src.projections.row_blocks import CrossPolytope, RowBlock
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import ClosedFormCoupling
@@ -103,7 +105,7 @@ def coupled_rows(
     dim = checks.positive_int("dim", dim)
     arguments.coupling("coupling", coupling, dim)
     checks.one_of("block", block, BLOCK_MODES)
-    arguments.norm_law(norms, coupling)
+    check_norms(norms, coupling, GAUSSIAN)
     if norms == "stratified" and not has_strata:
         raise ValueError(
             "norms='stratified' has closed forms only for trigonometric features. Estimate other "

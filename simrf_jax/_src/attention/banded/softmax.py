@@ -114,30 +114,23 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> Float[Array, "B T 
     return jnp.where(poisoned[..., None], jnp.nan, out)
 
 
-class WindowSums(NamedTuple):
-    """The sums of queries over the keys of their windows, in units of e^shift.
-
-    Attributes:
-      sums: ``[B, T, K, G, D + 1]``, numerators and denominators.
-      shift: ``[B, T, K, G, 1]``; the least finite number where no key is visible.
-      poisoned: ``[B, T, K, G]``, True where a query sees a key that is not finite.
-    """
-
-    sums: Float[Array, "B T K G D+1"]
-    shift: Float[Array, "B T K G 1"]
-    poisoned: Bool[Array, "B T K G"]
-
-
 @jax.named_scope("banded_sums")
-def sum_in_windows(inputs: Inputs, blocks: QueryBlocks) -> WindowSums:
-    """Returns the sums that ``attend_in_windows`` divides; it documents the arguments."""
+def sum_in_windows(
+    inputs: Inputs, blocks: QueryBlocks
+) -> tuple[Float[Array, "B T K G D+1"], Float[Array, "B T K G 1"], Bool[Array, "B T K G"]]:
+    """Returns the sums that ``attend_in_windows`` divides; it documents the arguments.
+
+    Returns:
+      Numerators and denominators in units of e^shift; the shift, the least finite number where no
+      key is visible; and True where a query sees a key that is not finite.
+    """
     weights, shift, poisoned = _weigh(inputs, blocks)
     total, shift = (
         _in_a_row(jnp.moveaxis(x, 4, 2), inputs)
         for x in (jnp.sum(weights, axis=-1, keepdims=True), shift)
     )
     sums = jnp.concatenate([_contract(weights, inputs, blocks), total], axis=-1)
-    return WindowSums(sums, shift, poisoned)
+    return sums, shift, poisoned
 
 
 def _weigh(

@@ -20,9 +20,8 @@ from simrf_jax._src.attention.inputs.masks import (
     Mask,
     Shape,
     Unchecked,
-    bias_per_key,
-    mask_per_key,
     one_row,
+    per_key,
     segment_numbers,
     within_lengths,
 )
@@ -174,10 +173,10 @@ class Call:
     query: Float[Array, "*batch T N H"]
     key: Float[Array, "*batch S K H"]
     value: Float[Array, "*batch S K D"]
-    # These may be of any type until lay_out checks them.
-    mask: Shaped[ArrayLike, " ..."] | None = None
-    bias: Shaped[ArrayLike, " ..."] | None = None
+    mask: Bool[ArrayLike, " ..."] | None = None
+    bias: Float[ArrayLike, " ..."] | None = None
     scale: Real[ArrayLike, ""] | None = None
+    # These may be of any type until lay_out checks them.
     query_seq_lengths: Shaped[Array, " ..."] | None = None
     key_value_seq_lengths: Shaped[Array, " ..."] | None = None
     segment_ids: Shaped[Array, " ..."] | None = None
@@ -201,8 +200,8 @@ class Call:
         """Returns the call for a caller's arguments, after the checks that need their values.
 
         Raises:
-          TypeError: If the dtype of query, key or value is wrong, scale is not a number, or
-            is_causal is neither True nor False.
+          TypeError: If the dtype of query, key, value, mask or bias is wrong, scale is not a
+            number, or is_causal is neither True nor False.
           ValueError: If their shapes do not match, the scale is not finite, or the mask or the bias
             may differ between queries.
         """
@@ -233,6 +232,11 @@ class Call:
             is_causal,
         )
 
+    @property
+    def logit_scale(self) -> Real[ArrayLike, ""]:
+        """The number that multiplies the logits."""
+        return self.key.shape[-1] ** -0.5 if self.scale is None else self.scale
+
     def in_order(self, bandwidth: int | None = None) -> bool:
         """Returns whether positions matter, so that queries and keys must be aligned.
 
@@ -260,7 +264,6 @@ class Call:
           TypeError: If a dtype is wrong.
           ValueError: If shapes do not match.
         """
-        scale = self.key.shape[-1] ** -0.5 if self.scale is None else self.scale
         compute = jnp.promote_types(self.query.dtype, jnp.float32 if dtype is None else dtype)
         compute = jnp.promote_types(compute, jnp.float32)
         call = self.with_batch_axis()
@@ -290,7 +293,7 @@ class Call:
             key,
             value.astype(narrow),
             jnp.broadcast_to(log_weights.mT, key.shape[:-1]),
-            jnp.asarray(scale, compute),
+            jnp.asarray(self.logit_scale, compute),
             call.segments(),
             call.real_queries(),
             jnp.ones(query.shape[:-1], bool),
@@ -344,12 +347,12 @@ class Call:
     def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
         """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
         batch, key_length = self.query.shape[:-3], self.key.shape[-3]
+        target = shape_of_logits(self.query, self.key)
         log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
         if self.bias is not None:
-            target = shape_of_logits(self.query, self.key)
-            log_weights = bias_per_key(self.bias, target).astype(dtype)
+            log_weights = per_key(jnp.asarray(self.bias), target).astype(dtype)
         if self.mask is not None:
-            visible = mask_per_key(self.mask, shape_of_logits(self.query, self.key))
+            visible = per_key(jnp.asarray(self.mask), target)
             log_weights = jnp.where(visible, log_weights, -jnp.inf)
         if self.key_value_seq_lengths is not None:
             visible = within_lengths(
@@ -370,9 +373,7 @@ class Call:
 
 def axes_of_length(x: Float[Array, "*batch length heads dim"]) -> Axes:
     """Returns the explicit mesh axes that shard the length of ``[..., length, heads, dim]``."""
-    spec = tuple(jax.typeof(x).sharding.spec)
-    axes = spec[-3] if len(spec) >= 3 else None
-    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    return tuple(jax.tree.leaves(tuple(jax.typeof(x).sharding.spec)[-3:-2]))
 
 
 def shape_of_logits(
@@ -396,9 +397,7 @@ def _has_devices_between(
 ) -> bool:
     """Returns True if explicit mesh axes split the query heads that share a key head."""
     sharding = jax.typeof(query).sharding
-    axes = sharding.spec[-2]
-    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
-    num_key_heads = key.shape[-2]
+    names, num_key_heads = jax.tree.leaves(sharding.spec[-2]), key.shape[-2]
     return num_key_heads > 1 and num_key_heads % math.prod(map(sharding.mesh.shape.get, names)) > 0
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Integer, Shaped
 
 # A size may be symbolic under jax.export.
 Size: TypeAlias = Any
@@ -23,7 +23,7 @@ Shape: TypeAlias = tuple[Size, ...]
 Mask: TypeAlias = Bool[ArrayLike, "..."] | Sequence[Bool[ArrayLike, ""]]
 Lengths: TypeAlias = Integer[ArrayLike, "..."] | Sequence[Integer[ArrayLike, ""]]
 
-# The same, before lay_out checks their types.
+# The same, before Call.of and lay_out check their types.
 Unchecked: TypeAlias = Shaped[ArrayLike, "..."] | Sequence[Shaped[ArrayLike, ""]]
 
 
@@ -74,11 +74,12 @@ def one_row(
     """Returns a mask or bias that has one row for all queries.
 
     Args:
-      name: Argument name for error messages.
+      name: ``"mask"`` or ``"bias"``.
       x: Array that broadcasts to the target, after adding batch axes of size 1 if needed.
       target: ``[*batch, heads, query_length, key_length]``.
 
     Raises:
+      TypeError: If a mask is not boolean, or a bias not floating.
       ValueError: If it does not broadcast, or may differ between queries: it has several rows that
         differ or whose values are unknown. Only NumPy arrays have known values under ``jit``.
     """
@@ -100,6 +101,13 @@ def one_row(
             f"as {name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
             f"query_seq_lengths{of_adapters}."
         )
+    if name == "mask" and x.dtype != jnp.bool:
+        raise TypeError(
+            f"mask must be boolean (True to attend), got {x.dtype.name}; pass an additive mask as "
+            "bias."
+        )
+    if name == "bias" and not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating, got {x.dtype.name}.")
     return x[..., :1, :] if shape[-2] > 1 else x
 
 
@@ -126,30 +134,3 @@ def per_key(x: Shaped[Array, " ..."], target: Shape) -> Shaped[Array, ...]:
         return jnp.ones((*shape[:-2], target[-1]), x.dtype)
     x = jnp.reshape(x, shape)[..., 0, :]
     return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))
-
-
-def bias_per_key(bias: Shaped[ArrayLike, " ..."], target: Shape) -> Float[Array, ...]:
-    """Returns ``per_key`` for a bias.
-
-    Raises:
-      TypeError: If it is not floating.
-    """
-    bias = jnp.asarray(bias)
-    if not jnp.issubdtype(bias.dtype, jnp.floating):
-        raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
-    return per_key(bias, target)
-
-
-def mask_per_key(mask: Shaped[ArrayLike, " ..."], target: Shape) -> Bool[Array, ...]:
-    """Returns ``per_key`` for a mask.
-
-    Raises:
-      TypeError: If it is not boolean.
-    """
-    mask = jnp.asarray(mask)
-    if mask.dtype != jnp.bool:
-        raise TypeError(
-            f"mask must be boolean (True to attend), got {mask.dtype.name}; "
-            "pass an additive mask as bias."
-        )
-    return per_key(mask, target)

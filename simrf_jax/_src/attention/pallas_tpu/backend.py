@@ -9,7 +9,6 @@ from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.pallas_inputs import no_forward_mode
 from simrf_jax._src.attention.pallas_tpu.choice import reason_against
-from simrf_jax._src.attention.random_features.xla import attend_locally
 
 __all__ = ["PLATFORM", "attend", "reason_against"]
 
@@ -28,4 +27,4 @@ def _attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
     # Imported here because Pallas takes a tenth of a second to load, and most calls do not need it.
     from simrf_jax._src.attention.pallas_tpu import fused
 
-    return fused.attend(estimator, call, reference=attend_locally)
+    return fused.attend(estimator, call)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -34,9 +33,7 @@ from simrf_jax._src.attention.pallas_tpu.operands import (
     shape_of,
 )
 from simrf_jax._src.attention.pallas_tpu.sums import Sums, merge
-
-# Attention of the same call by XLA, which gives the gradients of everything but the tokens.
-Reference: TypeAlias = Callable[[Estimator, Call], jax.Array]
+from simrf_jax._src.attention.random_features.xla import attend_locally
 
 
 class Tokens(NamedTuple):
@@ -54,18 +51,15 @@ class Rest(NamedTuple):
     estimator: Estimator
 
 
-def attend(
-    estimator: Estimator, call: Call, *, reference: Reference
-) -> Float[Array, "*batch T N D"]:
+def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
     """Lets each query attend to all keys, or to those up to its position.
 
     The gradients of queries, keys and values come from kernels. Those of everything else, if they
-    are needed, come from ``reference``.
+    are needed, come from the same attention without kernels.
 
     Args:
       estimator: W, the feature map, and the mesh axes that shard the batch and the heads.
       call: A call that the kernels can take.
-      reference: The same attention without kernels.
     """
     fixed, axes = jax.lax.stop_gradient(estimator), estimator.mesh_axes
     tokens = Tokens(call.query, call.key, call.value)
@@ -80,7 +74,7 @@ def attend(
         operands = lay_out(of_tokens, fixed.projection, fixed.feature_map, start=start)
         out = _fused(Whole(axes, call.is_causal), operands)
     out = _outputs(out, call)
-    return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
+    return _with_gradients(out, jax.lax.stop_gradient(tokens), rest)
 
 
 def _in_parts(estimator: Estimator, call: Call) -> Float[Array, "B N padded T"]:
@@ -227,23 +221,22 @@ def _fused_backward(kernels: Kernels, kept: tuple[Any, Any], of_out: Any) -> tup
 _fused.defvjp(_fused_forward, _fused_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@jax.custom_vjp
 def _with_gradients(
-    reference: Reference, out: Float[Array, "*batch T N D"], tokens: Tokens, rest: Rest
+    out: Float[Array, "*batch T N D"], tokens: Tokens, rest: Rest
 ) -> Float[Array, "*batch T N D"]:
     """Returns ``out`` as it is.
 
-    Its gradient with respect to ``rest`` is the reference's; the gradient of ``out`` passes
-    through.
+    Its gradient with respect to ``rest`` is that of attention without kernels; the gradient of
+    ``out`` passes through.
     """
-    del reference, tokens, rest
+    del tokens, rest
     return out
 
 
 def _with_gradients_forward(
-    reference: Reference, out: Any, tokens: Any, rest: Any
+    out: Any, tokens: Any, rest: Any
 ) -> tuple[Float[Array, "*batch T N D"], tuple[Tokens, Rest] | None]:
-    del reference
     leaves = jax.tree.leaves(rest, is_leaf=_is_primal)
     values = jax.tree.map(lambda leaf: leaf.value, (tokens, rest), is_leaf=_is_primal)
     # An array that needs no gradient is not kept.
@@ -255,7 +248,7 @@ def _is_primal(x: Any) -> bool:
 
 
 def _with_gradients_backward(
-    reference: Reference, kept: tuple[Tokens, Rest] | None, of_out: Any
+    kept: tuple[Tokens, Rest] | None, of_out: Any
 ) -> tuple[Any, None, Rest | None]:
     if kept is None or isinstance(of_out, jax.custom_derivatives.SymbolicZero):
         return of_out, None, None
@@ -263,7 +256,7 @@ def _with_gradients_backward(
 
     def attention(rest: Rest) -> jax.Array:
         call = dataclasses.replace(rest.call, **tokens._asdict())
-        return reference(rest.estimator, call)
+        return attend_locally(rest.estimator, call)
 
     _, pull_back = jax.vjp(attention, rest)
     return of_out, None, *pull_back(of_out)

@@ -62,14 +62,13 @@ def virtual_tokens(
     call = Call.of(given, *nothing, scale=scale)  # Runs the checks.
     estimator.check_heads(call)
     key = jnp.broadcast_to(jnp.moveaxis(form.rows, -3, -2), shape).astype(value.dtype)
-    factor = key.shape[-1] ** -0.5 if call.scale is None else call.scale
-    root = jnp.sqrt(jnp.abs(jnp.asarray(factor, key.dtype)))
+    root = jnp.sqrt(jnp.abs(jnp.asarray(call.logit_scale, key.dtype)))
     bias = bias[..., None, :]
     if query is not None:
         # Terms that all features of a query share cancel, unless other keys join the tokens.
         *batch, length, heads, dim = call.query.shape
         num_key_heads = key.shape[-2]
-        scaled = jnp.sign(factor) * root * call.query.astype(key.dtype)
+        scaled = jnp.sign(call.logit_scale) * root * call.query.astype(key.dtype)
         scaled = scaled.reshape(-1, length, num_key_heads, heads // num_key_heads, dim)
         common = feature_map.log_features_of_heads(scaled, w, side="query").log_scale
         common = jnp.moveaxis(common.reshape(*batch, length, heads, 1), -3, -2)

@@ -32,7 +32,7 @@ from simrf_jax._src.projections import (
 )
 
 # Names of the parameters of learned features.
-PARAMETERS = ("query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights")
+PARAMETERS = tuple(Learned.axes_of_one)
 
 
 class RandomFeatureAttention(Adapter):
@@ -187,16 +187,7 @@ class RandomFeatureAttention(Adapter):
         elif self.num_features is not None:
             w = self._drawn("projection", lambda: boxed(draw(), drawing.options(feature_map)))
             w = flax_drawing.in_pairs(w, feature_map, drawing.options(feature_map))
-        return flax_attention.random_features(
-            w,
-            feature_map,
-            sequence_axis=self.sequence_axis,
-            batch_axis=self.batch_axis,
-            head_axis=self.head_axis,
-            implementation=self.implementation,
-            exact_bandwidth=self.exact_bandwidth,
-            exact_keys=self.exact_keys,
-        )
+        return flax_attention.random_features(w, feature_map, self)
 
     def _calibration(self, initial: Calibrated) -> Calibrated:
         """Returns the calibration in the variables, which has no gradient."""

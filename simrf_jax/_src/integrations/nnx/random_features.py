@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
-from simrf_jax._src.attention.estimator import KeyChoice, check_band
+from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
 from simrf_jax._src.features.calibrated import Calibrated
@@ -22,10 +22,10 @@ from simrf_jax._src.integrations import (
 )
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
-from simrf_jax._src.integrations.nnx.learned import LearnedMap
 from simrf_jax._src.integrations.nnx.observers import Observer
 from simrf_jax._src.integrations.nnx.variables import (
     Calibration,
+    LearnedMap,
     RandomProjection,
 )
 from simrf_jax._src.projections import BlockMode, Coupling, Norms, Rotation
@@ -174,14 +174,11 @@ class RandomFeatureAttention(Adapter):
         self.batch_axis = batch_axis
         self.head_axis = head_axis
         self.implementation = implementation
-        flax_attention.check_kernels(batch_axis, head_axis, implementation)
         feature_map = flax_calibration.adapter_map(
             feature_map, self.num_heads, self.head_dim, num_features
         )
         drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
         drawing.check((feature_map,))
-        if exact_bandwidth is not None:
-            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         self.exact_bandwidth = exact_bandwidth
         if exact_keys is not None:
             flax_attention.check_exact_keys(exact_keys)
@@ -190,17 +187,16 @@ class RandomFeatureAttention(Adapter):
         self.observer: Observer | None = nnx.data(None)
         self.learned: LearnedMap | None = nnx.data(None)
         self.projection = nnx.data(None)
-        if num_features is None:
-            self._keep(feature_map)
-            return
-        options = drawing.options(feature_map)
-        heads = None if self.shared else self.num_heads
-        w = drawing.draw(features_key(rngs), heads, num_features, head_dim, feature_map)
-        if isinstance(feature_map, Learned):
-            feature_map = Learned.start(jnp.asarray(w), feature_map.calibration)
-        else:
-            self.projection = RandomProjection(w, draw_options=options)
+        if num_features is not None:
+            heads = None if self.shared else self.num_heads
+            w = drawing.draw(features_key(rngs), heads, num_features, head_dim, feature_map)
+            if isinstance(feature_map, Learned):
+                feature_map = Learned.start(jnp.asarray(w), feature_map.calibration)
+            else:
+                options = drawing.options(feature_map)
+                self.projection = RandomProjection(w, draw_options=options)
         self._keep(feature_map)
+        self.mechanism(self.num_heads)  # Checks the other fields.
 
     def _keep(self, feature_map: FeatureMapLike) -> None:
         """Makes the arrays of a feature map part of the module's state.
@@ -247,16 +243,7 @@ class RandomFeatureAttention(Adapter):
         if self.projection is not None:
             options = getattr(self.projection, "draw_options", None)  # None if set by hand.
             w = flax_drawing.in_pairs(get_value(self.projection), feature_map, options)
-        return flax_attention.random_features(
-            w,
-            feature_map,
-            sequence_axis=self.sequence_axis,
-            batch_axis=self.batch_axis,
-            head_axis=self.head_axis,
-            implementation=self.implementation,
-            exact_bandwidth=self.exact_bandwidth,
-            exact_keys=self.exact_keys,
-        )
+        return flax_attention.random_features(w, feature_map, self)
 
     def _map(self) -> FeatureMapLike:
         if not isinstance(self.feature_map, Calibration):

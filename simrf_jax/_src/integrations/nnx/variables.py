@@ -1,8 +1,11 @@
-"""NNX variables for the arrays of adapters."""
+"""NNX variables for the arrays of adapters, and the module of those of learned features."""
 
 from __future__ import annotations
 
 from flax import nnx
+
+from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.features.learned import Learned
 
 
 class RandomProjection(nnx.Variable):
@@ -19,3 +22,24 @@ class Calibration(nnx.Variable):
 
 class LearnedRows(nnx.Param):
     """The parameters of learned features; ``wrt=LearnedRows`` trains only these."""
+
+
+class LearnedMap(nnx.Module):
+    """The parameters of learned features; see ``simrf_jax.feature_maps.Learned``.
+
+    Args:
+      start: The map that they start at.
+    """
+
+    def __init__(self, start: Learned):
+        self.query_rows = LearnedRows(start.query_rows)
+        self.key_rows = LearnedRows(start.key_rows)
+        self.query_offsets = LearnedRows(start.query_offsets)
+        self.key_offsets = LearnedRows(start.key_offsets)
+        self.log_weights = LearnedRows(start.log_weights)
+
+    def feature_map(self, calibration: Calibrated) -> Learned:
+        """Returns the map with these parameters."""
+        return Learned(
+            calibration, **{name: getattr(self, name)[...] for name in Learned.axes_of_one}
+        )
