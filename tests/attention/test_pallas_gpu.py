@@ -6,6 +6,7 @@ one; CONTRIBUTING.md says how to run them.
 """
 
 import functools
+import re
 import subprocess
 import sys
 import types
@@ -24,6 +25,7 @@ from simrf_jax import (
     feature_maps,
     random_feature_attention,
 )
+from simrf_jax._src.attention import pallas_inputs
 from simrf_jax._src.attention.pallas_gpu import backend, choice
 from tests import formulas
 from tests.attention import modes, reference
@@ -573,3 +575,26 @@ def test_decoding_takes_xla():
 def test_pallas_is_not_loaded_with_the_library():
     code = "import simrf_jax, sys; sys.exit('jax.experimental.pallas.mosaic_gpu' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_parts_add_up_to_the_bits_of_a_number(count):
+    x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    parts = jax.jit(pallas_inputs.bfloat16_parts, static_argnums=1)(x, count)
+    assert all(part.dtype == jnp.bfloat16 for part in parts)
+    rest = abs(sum(np.asarray(part, np.float64) for part in parts) - x)
+    assert (rest <= abs(x) * 2.0 ** (-8 * count)).all()
+
+
+def test_a_compiler_for_gpus_leaves_the_rounding_of_parts_in_place():
+    pytest.importorskip("jax_cuda13_plugin", reason="CONTRIBUTING.md says how to install it.")
+    from benchmarks import gpu
+
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    parts = functools.partial(pallas_inputs.bfloat16_parts, count=3)
+    program = gpu.compile_for("H200", parts, x).as_text()
+    # A conversion and its inverse would be left out, so that all parts but the first were zero.
+    subtracted = re.findall(r" subtract\((%\S+), (%\S+)\)", program)
+    assert subtracted
+    assert all(one != other for one, other in subtracted)

@@ -109,8 +109,7 @@ def repeated(form: ExponentialForm, groups: int) -> ExponentialForm:
 
 def root_and_sign(call: Call) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the square root of the absolute scale, and the sign of the scale."""
-    scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
-    scale = jnp.asarray(scale, jnp.float32)
+    scale = jnp.asarray(call.logit_scale, jnp.float32)
     return jnp.sqrt(jnp.abs(scale)), jnp.sign(scale)
 
 
@@ -164,6 +163,17 @@ def to_base_2(
     scaled = jnp.maximum(log_weights * LOG2E, least)
     scaled = jnp.where(log_weights == -jnp.inf, hidden, scaled)
     return jnp.where(too_large, jnp.nan, scaled)
+
+
+def bfloat16_parts(x: Float[Array, "*shape"], count: int) -> list[Array]:
+    """Returns numbers in bfloat16 whose sums have the first 8, 16 or 24 bits of each number."""
+    parts = []
+    for _ in range(count):
+        # Rounded by an operation of its own, because XLA leaves out a conversion and its inverse.
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x -= part
+    return parts
 
 
 def without_x64() -> contextlib.AbstractContextManager[None]:

@@ -56,7 +56,7 @@ from simrf_jax._src.attention.pallas_gpu.tiles import (
     read,
     zeros,
 )
-from simrf_jax._src.attention.pallas_inputs import LOG2E
+from simrf_jax._src.attention.pallas_inputs import LOG2E, bfloat16_parts
 
 CHUNK = ROWS = OWN
 LEAST_CHUNKS = 4  # Of a program; fewer would not repay the work of another one.
@@ -337,11 +337,7 @@ class Scan:
 
 def _as_vectors(numbers: jax.Array, like: jax.Array) -> jax.Array:
     """Returns vectors in bfloat16 whose first three components sum to numbers ``[B, heads, T]``."""
-    rest = jnp.swapaxes(numbers, 1, 2)[:, : like.shape[1], :, None]
-    parts = []
-    for _ in range(3):
-        parts.append(rest.astype(jnp.bfloat16))
-        rest -= parts[-1].astype(jnp.float32)
+    parts = bfloat16_parts(jnp.swapaxes(numbers, 1, 2)[:, : like.shape[1], :, None], 3)
     return jnp.pad(jnp.concatenate(parts, axis=-1), [(0, 0)] * 3 + [(0, like.shape[-1] - 3)])
 
 

@@ -13,6 +13,7 @@ from simrf_jax._src.attention.inputs.call import Call, repeat_heads
 from simrf_jax._src.attention.pallas_gpu.tiles import TILE
 from simrf_jax._src.attention.pallas_inputs import (
     LOG2E,
+    bfloat16_parts,
     form_of,
     query_factors,
     repeated,
@@ -148,16 +149,10 @@ def _key_terms(
     return terms if log_weights is None else terms + log_weights
 
 
-def split_rows(rows: jax.Array, multiple: int = TILE) -> tuple[jax.Array, jax.Array]:
+def split_rows(rows: jax.Array, multiple: int = TILE) -> tuple[jax.Array, ...]:
     """Returns two parts of rows, whose products with bfloat16 keep 16 bits of the rows."""
     padding = -rows.shape[1] % multiple
-    return split(jnp.pad(rows, [(0, 0), (0, padding), (0, 0)])[None])
-
-
-def split(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns two parts in bfloat16, which sum to 16 bits of a number."""
-    high = x.astype(jnp.bfloat16)
-    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    return tuple(bfloat16_parts(jnp.pad(rows, [(0, 0), (0, padding), (0, 0)])[None], 2))
 
 
 def row_terms_of(operands: Operands, multiple: int = TILE) -> jax.Array:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.pallas_inputs import (
     LOG2E,
+    bfloat16_parts,
     form_of,
     repeated,
     root_and_sign,
@@ -291,9 +292,7 @@ def _in_parts(rows: Float[Array, "*K rows H"], dtype: Any) -> Float[Array, "*K r
     """
     if dtype != jnp.bfloat16:
         return rows.astype(dtype)
-    # Rounded by an operation of its own, because XLA would leave out a conversion and its inverse.
-    high = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
-    return jnp.concatenate([high, rows - high], axis=-1).astype(dtype)
+    return jnp.concatenate(bfloat16_parts(rows, 2), axis=-1)
 
 
 def _key_rows(form: ExponentialForm) -> Float[Array, "*K rows H"]:
