@@ -270,6 +270,6 @@ def test_masks_that_do_not_fit_are_left_to_attention():
             call(q, k, v, mask=np.ones((3, 1, LENGTH, LENGTH), bool))
     for call in adapters(masks="keys")[0]:
         with pytest.raises(
-            ValueError, match=r"may differ between queries, .* masks=\"factored\" in the Flax"
+            ValueError, match=r"may differ between queries, .* in Flax adapters, masks='factored'"
         ):
             call(q, k, v, mask=PADDING)

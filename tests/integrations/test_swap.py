@@ -170,10 +170,22 @@ def test_refusals_leave_the_model_as_it_was(x):
         swap(Model(), 12, coupling="simplx")
     with pytest.raises(TypeError, match="argument 'bandwidth'; did you mean exact_bandwidth"):
         swap(Model(), 12, bandwidth=3)
-    with pytest.raises(ValueError, match=r"got dropout_rate=0\.1 .* layer.dropout_rate = 0, "):
+    with pytest.raises(ValueError, match=r"got dropout_rate=0\.1: .* layer\.dropout_rate = 0\."):
         swap(Model(dropout_rate=0.1), 12)
+    with pytest.raises(TypeError, match=r"where must be a function .*, got 'lower'"):
+        swap(Model(), 12, where="lower")
     functions = [layer.attention_fn for layer in model.attentions]
     assert functions == [nnx.dot_product_attention, rotated]
+
+
+def test_a_model_that_drops_nothing_out_is_swapped_and_raises_once_it_does(x):
+    model = Model(dropout_rate=0.1)
+    model.eval()
+    adapters.swap_attention(model, 12, rngs=nnx.Rngs(0))
+    assert np.isfinite(model(x)).all()
+    model.train()
+    with pytest.raises(ValueError, match=r"dropout_rate=0\.1: .* cannot drop them out"):
+        model(x)
 
 
 def test_stacked_layers_are_refused():

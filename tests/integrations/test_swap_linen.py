@@ -155,3 +155,32 @@ def test_refuses(x):
         swap(nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"where is None or returns True, got none"):
         call(swap(model_with(), where=lambda path, layer: False))
+    with pytest.raises(TypeError, match=r"where must be a function .*, got 'lower'"):
+        swap(model_with(), where="lower")
+    for option, value in {
+        "feature_map": "calbrated",
+        "coupling": "simplx",
+        "norms": "radua",
+        "implementation": "palas",
+        "exact_bandwidth": -1,
+        "masks": "all",
+    }.items():
+        with pytest.raises(ValueError, match=f"{option} must be"):
+            swap(model_with(), **{option: value})
+    with pytest.raises(ValueError, match="num_features must be at least 1, got -3"):
+        swap(model_with(), num_features=-3)
+    layer = swap(nn.MultiHeadDotProductAttention(num_heads=4))
+    with pytest.raises(ValueError, match=r"sow_weights=True: .* none to sow"):
+        layer.init(jax.random.key(0), x, sow_weights=True)
+
+
+def test_variables_that_lost_their_boxes_are_refused(x):
+    model = adapters.swap_attention(model_with(), 12)
+    variables = model.init(jax.random.key(0), x)
+    boxes, structure = jax.tree.flatten(
+        variables["random_features"], is_leaf=lambda node: hasattr(node, "draw_options")
+    )
+    dictionaries = jax.tree.unflatten(structure, [{"value": box.value} for box in boxes])
+    plain = {**variables, "random_features": dictionaries}
+    with pytest.raises(ValueError, match=r"projection must be the entry .* got a dictionary"):
+        model.apply(plain, x)

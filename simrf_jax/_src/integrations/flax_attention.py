@@ -140,11 +140,7 @@ def read(
             f"out what it returns: y = nn.Dropout({dropout_rate})(y, deterministic=not train) in "
             f"Linen, y = nnx.Dropout({dropout_rate}, rngs=rngs)(y) in NNX."
         )
-    if module is not None:
-        raise ValueError(
-            "sow_weights=True: random-feature attention never forms the attention weights, so "
-            "there are none to sow."
-        )
+    check_sowing(module is not None)
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     real, valid = None, []
     if mask is not None:
@@ -183,6 +179,15 @@ def read(
         **options,
     )
     return Request(call, real, tuple(valid))
+
+
+def check_sowing(sow_weights: bool) -> None:
+    """Raises ``ValueError`` if a layer is to sow its attention weights."""
+    if sow_weights:
+        raise ValueError(
+            "sow_weights=True: random-feature attention never forms the attention weights, so "
+            "there are none to sow."
+        )
 
 
 def _heads_last(x: Mask) -> Mask:
@@ -245,8 +250,10 @@ def check_fields(
     checks.axis_names("sequence_axis", sequence_axis)
 
 
-def check_options(adapter: type, options: Mapping[str, Any]) -> None:
-    """Raises ``TypeError`` for an option that an adapter does not have."""
+def check_options(adapter: type, options: Mapping[str, Any], where: Any) -> None:
+    """Raises ``TypeError`` for an option that an adapter does not have, or a wrong ``where``."""
+    if where is not None and not callable(where):
+        raise TypeError(f"where must be a function of a path and a layer, got {where!r}.")
     known = inspect.signature(vars(adapter)["__init__"]).parameters
     for name in options:
         if name not in known:

@@ -38,7 +38,7 @@ class StructuredProjection(abc.ABC):
             return projection
         found = "an array" if isinstance(projection, jax.Array) else type(projection).__name__
         if projection is None:
-            found = "None, and Flax adapters draw it only with num_features"
+            found = "None (a Flax adapter draws it if it has num_features)"
         raise TypeError(f"projection must be {cls.expected}, got {found}.")
 
     def __repr__(self) -> str:

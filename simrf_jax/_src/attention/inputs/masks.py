@@ -92,14 +92,16 @@ def one_row(
             f"{target}, got shape {x.shape}."
         )
     if differs_between_queries(x):
-        of_adapters = ', and masks="factored" in the Flax adapters' if name == "mask" else ""
-        instead = "is_causal=True replaces a causal mask; the " if name == "mask" else ""
+        of_masks = (
+            "is_causal=True for a causal mask; in Flax adapters, masks='factored' for products of "
+            "masks of queries and of keys; "
+        )
         raise ValueError(
-            f"{instead}{name} of shape {x.shape} may differ between queries, which linear "
-            "attention cannot honor: it sums over the keys once for all queries. What works: a "
-            f"key-padding {name} with a query axis of size 1 ([batch..., 1, 1, key length], such "
-            f"as {name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
-            f"query_seq_lengths{of_adapters}."
+            f"{name} of shape {x.shape} may differ between queries, which linear attention cannot "
+            "honor: it sums over the keys once for all queries. What works: "
+            f"{of_masks if name == 'mask' else ''}a {name} with a query axis of size 1 ([batch..., "
+            f"1, 1, key length], such as {name}[..., :1, :] if all queries share it); "
+            "key_value_seq_lengths and query_seq_lengths."
         )
     if name == "mask" and x.dtype != jnp.bool:
         raise TypeError(

@@ -58,10 +58,10 @@ def _reason_unasked(estimator: Estimator, call: Call) -> str | None:
 
 def _reason_against_device() -> str | None:
     if jax.__version_info__ < (0, 11):
-        return f"they need jax 0.11 or newer, got {jax.__version__}"
+        return f"its kernels need jax 0.11 or newer, got {jax.__version__}"
     if interpret is not None:
         return None
-    wanted = "they run on NVIDIA GPUs of compute capability 9, such as an H100 or H200, got"
+    wanted = "its kernels run on NVIDIA GPUs of compute capability 9, such as an H100 or H200, got"
     platform = jax.default_backend()
     if platform != "gpu":
         return f"{wanted} the backend {platform}"

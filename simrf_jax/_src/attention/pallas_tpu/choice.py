@@ -120,7 +120,7 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
     """
     platform = jax.default_backend()
     if platform not in ("cpu", "tpu"):
-        return f"they run on TPUs, and interpreted on CPUs, got the backend {platform}"
+        return f"its kernels run on TPUs, and interpreted on CPUs, got the backend {platform}"
     return (
         reason_against_call(estimator, call)
         or estimator.mesh_axes.reason_against(call)

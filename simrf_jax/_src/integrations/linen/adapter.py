@@ -194,7 +194,14 @@ class Adapter(nn.Module):
                 "in a lifted transformation, it must handle the collection too, as nn.scan does "
                 'with variable_axes={"params": 0, "random_features": 0}.'
             )
-        return self.variable(collection, name, draw).value
+        value = self.variable(collection, name, draw).value
+        if isinstance(value, Mapping):  # What checkpoints without a target hold.
+            raise ValueError(
+                f"{'/'.join((*self.path, name))} must be the entry of random_features that init "
+                "makes, got a dictionary: restore checkpoints into the variables of model.init, or "
+                "into jax.eval_shape(model.init, ...)."
+            )
+        return value
 
     def _key(self) -> jax.Array:
         """Returns a typed key for the draw of W."""

@@ -132,7 +132,8 @@ def linearize(
     """
     check_linen(model, "linearize")
     check_chosen(options)
-    flax_attention.check_options(RandomFeatureAttention, options)
+    flax_attention.check_options(RandomFeatureAttention, options, where)
+    RandomFeatureAttention(1, parent=None, **options).check()
     for given in (batches, held_out):
         flax_calibration.check_batches(given)
     checks.typed_key(key)
@@ -185,9 +186,9 @@ class _Recorder(RandomFeatureAttention):
     def _observe(self, request: flax_attention.Request, mechanism: RandomFeatureMechanism) -> None:
         if not self.is_mutable_collection(_CALLS):
             raise ValueError(
-                f"The calls of the layer {'.'.join(self.path[:-1])} cannot be recorded: call must "
-                "pass its keyword mutable on to apply, and nn.scan and nn.vmap over layers are not "
-                "supported."
+                f"The calls of the layer {'.'.join(self.path[:-1])} cannot be recorded. Layers in "
+                "nn.scan and nn.vmap are not supported: swap_attention and calibrate take them. "
+                "Elsewhere, call must pass its keyword mutable on to apply."
             )
         seen: nn.Variable[Any] = self.variable(_CALLS, "calls", tuple)
         seen.value = (*seen.value, SeenCall.of(request, mechanism))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from simrf_jax._src import checks
 from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike
@@ -188,6 +189,23 @@ class RandomFeatureAttention(Adapter):
             w = self._drawn("projection", lambda: boxed(draw(), drawing.options(feature_map)))
             w = flax_drawing.in_pairs(w, feature_map, drawing.options(feature_map))
         return flax_attention.random_features(w, feature_map, self)
+
+    def check(self) -> None:
+        """Checks the fields as far as they do not depend on the sizes of a layer.
+
+        Raises:
+          TypeError: If a field is of a wrong type.
+          ValueError: If a field has no such value, or the fields do not fit together.
+        """
+        self._check_fields()
+        if self.num_features is not None:
+            checks.positive_int("num_features", self.num_features)
+        flax_attention.check_exact_keys(self.exact_keys)
+        feature_map = flax_calibration.adapter_map(self.feature_map, 1, 1, self.num_features)
+        drawing = self._drawing()
+        drawing.check((feature_map,))
+        drawing.options(feature_map)
+        flax_attention.random_features(None, feature_map, self)
 
     def _calibration(self, initial: Calibrated) -> Calibrated:
         """Returns the calibration in the variables, which has no gradient."""

@@ -61,6 +61,7 @@ class SwappedAttention(nn.Module):
             if isinstance(layer.attention_fn, Adapter):  # The changed layer is intercepted again.
                 return next_function(*args, **kwargs)
             _check(path, layer)
+            flax_attention.check_sowing(kwargs.get("sow_weights", False))
             # Without a parent, Flax stores its variables below the layer.
             adapter = rule.adapter(rule.num_features, parent=None, **rule.options)
             return layer.clone(attention_fn=adapter, parent=layer.scope)(*args, **kwargs)
@@ -70,7 +71,8 @@ class SwappedAttention(nn.Module):
         if not found:
             raise ValueError(
                 "model must call an nn.MultiHeadDotProductAttention for which where is None or "
-                "returns True, got none."
+                "returns True, got none. Where a model calls attention itself, let it call a "
+                "RandomFeatureAttention instead."
             )
         return out
 
@@ -107,10 +109,11 @@ def swap_attention(
       The model, whose field ``module`` is the original.
 
     Raises:
-      TypeError: If an option is unknown, or the model is not a Linen module.
-      ValueError: When called, if the model calls no layer, an option does not fit a layer, a layer
-        decodes, or its attention function is not Flax's and may do more, such as rotate queries and
-        keys.
+      TypeError: If an option is unknown or of a wrong type, where is not a function, or the model
+        is not a Linen module.
+      ValueError: If an option has no such value. When called, if the model calls no layer, an
+        option does not fit a layer, a layer decodes, or its attention function is not Flax's and
+        may do more, such as rotate queries and keys.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -127,7 +130,8 @@ def swap_attention(
       (2, 10, 32)
     """
     check_linen(model, "swap_attention")
-    flax_attention.check_options(RandomFeatureAttention, options)
+    flax_attention.check_options(RandomFeatureAttention, options, where)
+    RandomFeatureAttention(num_features, parent=None, **options).check()
     return with_rules(model, Rule(num_features, where, freeze(options)))
 
 

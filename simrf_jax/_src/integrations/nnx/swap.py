@@ -114,11 +114,11 @@ def swap_attention(
       The swap: ``layers`` has the changed layers by path, and ``undo()`` reverts it.
 
     Raises:
-      TypeError: If an option is unknown or of a wrong type, the model is a Linen module, or wrap
-        does not return a module.
+      TypeError: If an option is unknown or of a wrong type, where is not a function, the model is a
+        Linen module, or wrap does not return a module.
       ValueError: If no layer is found, an option does not fit a layer, several layers are stacked
-        in one, a layer drops out attention weights or decodes, or its attention function is not
-        Flax's and there is no ``wrap``. The model is then unchanged.
+        in one, a layer decodes or, without ``model.eval()``, drops out attention weights, or its
+        attention function is not Flax's and there is no ``wrap``. The model is then unchanged.
 
     Example:
       >>> import jax.numpy as jnp
@@ -144,7 +144,7 @@ def swap_attention(
             f"model must be an nnx.Module, got the Linen module {type(model).__name__}; for Linen "
             "models there is simrf_jax.integrations.linen.swap_attention."
         )
-    flax_attention.check_options(RandomFeatureAttention, options)
+    flax_attention.check_options(RandomFeatureAttention, options, where)
     found = {
         ".".join(map(str, path)) or "itself": module
         for path, module in nnx.iter_graph(model)
@@ -154,7 +154,8 @@ def swap_attention(
     if not layers:
         raise ValueError(
             f"model must have an nnx.MultiHeadAttention{' where asked' if found else ''}, got "
-            f"{', '.join(found) if found else 'none'}."
+            f"{', '.join(found) if found else 'none'}. Where a model calls attention itself, let "
+            "it call a RandomFeatureAttention instead."
         )
     adapters = {
         path: _adapter(path, layer, num_features, wrap is not None, rngs, options)
@@ -179,12 +180,16 @@ def _adapter(
             f"The layer {path} must attend by nnx.dot_product_attention, got {attention_fn!r}, "
             "which may do more than attend; pass wrap, which does this with an adapter."
         )
-    if layer.dropout_rate or layer.decode:
+    if layer.dropout_rate and not layer.deterministic:
         raise ValueError(
-            f"The layer {path} must have dropout_rate=0 and decode=False, got "
-            f"dropout_rate={layer.dropout_rate} and decode={layer.decode}: there are no attention "
-            "weights to drop out, and an adapter that decodes keeps its own cache. Set both before "
-            "the swap: layer.dropout_rate = 0, layer.decode = False."
+            f"The layer {path} must have dropout_rate=0, got dropout_rate={layer.dropout_rate}: "
+            "there are no attention weights to drop out. Before the swap, call model.eval(), or to "
+            "train the model, set layer.dropout_rate = 0."
+        )
+    if layer.decode:
+        raise ValueError(
+            f"The layer {path} must have decode=False, got True: an adapter that decodes keeps its "
+            "own cache. Set layer.decode = False before the swap."
         )
     shape = layer.key.kernel.shape
     if len(shape) != 3:
