@@ -530,7 +530,7 @@ def test_other_platforms_are_refused(hopper, monkeypatch, platform):
 @pytest.mark.fast
 def test_older_versions_of_jax_are_refused(hopper, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
-    with pytest.raises(ValueError, match=r"they need jax 0\.11 or newer, got"):
+    with pytest.raises(ValueError, match=r"its kernels need jax 0\.11 or newer, got"):
         in_kernel(*tokens(9), projection(11, DIM))
 
 

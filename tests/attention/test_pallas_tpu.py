@@ -478,7 +478,7 @@ def test_what_the_kernels_cannot_do(options, message):
 
 def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(ValueError, match="they run on TPUs, and interpreted on CPUs, got"):
+    with pytest.raises(ValueError, match="its kernels run on TPUs, and interpreted on CPUs, got"):
         in_kernel(*inputs(), projection())
 
 

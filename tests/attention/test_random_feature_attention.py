@@ -163,7 +163,7 @@ BAD = [
     ({"scale": True}, TypeError, "scale must be one real number, got True"),
     ({"projection": np.zeros((0, 8), F32)}, ValueError, "at least one feature"),
     ({"mask": jnp.ones((9, 9), bool)}, ValueError, "may differ between queries"),
-    ({"mask": np.tri(9, dtype=bool)}, ValueError, "^is_causal=True replaces a causal"),
+    ({"mask": np.tri(9, dtype=bool)}, ValueError, "What works: is_causal=True for a causal mask"),
     ({"mask": np.ones((1, 8), bool)}, ValueError, r"broadcastable to .* 2, 9, 9\), got"),
     ({"mask": np.ones((2, 1, 1, 9), bool)}, ValueError, r"broadcastable to .* 2, 9, 9\), got"),
     ({"mask": np.ones(9)}, TypeError, "mask must be boolean .* got float"),

@@ -206,7 +206,10 @@ def call_linen(*, call=None, attention=None, **options):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"call": {"mask": nn.make_causal_mask(jnp.ones((2, 9)))}}, "^is_causal=True replaces a"),
+        (
+            {"call": {"mask": nn.make_causal_mask(jnp.ones((2, 9)))}},
+            "What works: is_causal=True for a c",
+        ),
         ({"call": {"sow_weights": True}}, "sow_weights=True: .* there are none to sow"),
         (
             {"attention": {"dropout_rate": 0.1}, "call": {"deterministic": False}},

@@ -24,7 +24,7 @@ def test_project_is_the_matrix_product():
         (np.zeros(5, int), np.zeros((3, 5)), TypeError, "x must be a floating type, .* got int"),
         (np.zeros(5), np.zeros((3, 5), int), TypeError, "projection must be a floating type"),
         (np.zeros(5), np.zeros((0, 5)), ValueError, r"at least one feature, got \(0, 5\)"),
-        (np.zeros(5), None, TypeError, "projection must be an array .* got None, .* num_features"),
+        (np.zeros(5), None, TypeError, "projection must be an array .* got None .* num_features"),
         (np.zeros(5), 3, TypeError, r"draw_projection\(jax.random.key\(0\), 3, dim\), got 3"),
         (
             np.zeros(5),
