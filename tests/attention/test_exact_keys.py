@@ -231,7 +231,7 @@ REFUSED = {
     "kernels": (
         {"exact_keys": 2, "implementation": "pallas_tpu"},
         ValueError,
-        "they have no exact_keys",
+        "its kernels have no exact_keys",
     ),
 }
 

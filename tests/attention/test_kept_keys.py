@@ -267,7 +267,7 @@ REFUSED = {
             *inputs(5), projection(), exact_keys=BEST, implementation="pallas_tpu"
         ),
         ValueError,
-        "they have no exact_keys",
+        "its kernels have no exact_keys",
     ),
     "decoding by mass": (
         lambda: steps.init_state(

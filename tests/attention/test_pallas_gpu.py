@@ -435,7 +435,7 @@ def hopper(monkeypatch):
 
 
 REFUSED = {
-    "exact keys": ({"exact_keys": 2}, "they have no exact_keys"),
+    "exact keys": ({"exact_keys": 2}, "its kernels have no exact_keys"),
     "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
     "axis": ({"head_axis": "data"}, "have no batch_axis or head_axis; call them in jax.shard_map"),
     "map": ({"feature_map": "relu"}, "Relu features are not exponentials"),
@@ -581,7 +581,10 @@ def test_pallas_is_not_loaded_with_the_library():
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_parts_add_up_to_the_bits_of_a_number(count):
     x = np.random.default_rng(0).normal(size=1000).astype(np.float32)
-    parts = jax.jit(pallas_inputs.bfloat16_parts, static_argnums=1)(x, count)
+    split = functools.partial(pallas_inputs.bfloat16_parts, count=count)
+    # By an operation of its own; see the next test.
+    assert str(jax.make_jaxpr(split)(x)).count("reduce_precision") == count
+    parts = jax.jit(split)(x)
     assert all(part.dtype == jnp.bfloat16 for part in parts)
     rest = abs(sum(np.asarray(part, np.float64) for part in parts) - x)
     assert (rest <= abs(x) * 2.0 ** (-8 * count)).all()
@@ -597,4 +600,5 @@ def test_a_compiler_for_gpus_leaves_the_rounding_of_parts_in_place():
     # A conversion and its inverse would be left out, so that all parts but the first were zero.
     subtracted = re.findall(r" subtract\((%\S+), (%\S+)\)", program)
     assert subtracted
+    assert program.count(" reduce-precision(") == 3
     assert all(one != other for one, other in subtracted)

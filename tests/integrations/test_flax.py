@@ -299,3 +299,11 @@ def test_exact_keys_are_those_of_the_function(api, options):
     q, k, v = jax.random.normal(jax.random.key(3), (3, 2, 9, 4, 8))
     expected = both.function(q, k, v, **options)
     chex.assert_trees_all_close(both.calls()[api](q, k, v), expected, atol=1e-6)
+
+
+def test_a_bandwidth_may_be_any_integer():
+    adapter = nnx_adapter.RandomFeatureAttention(
+        2, 8, 5, exact_bandwidth=np.array(2), rngs=nnx.Rngs(0)
+    )
+    x = jnp.ones((3, 2, 8))
+    np.testing.assert_allclose(nnx.jit(lambda adapter: adapter(x, x, x))(adapter), x, rtol=1e-6)

@@ -169,9 +169,19 @@ def test_refuses(x):
             swap(model_with(), **{option: value})
     with pytest.raises(ValueError, match="num_features must be at least 1, got -3"):
         swap(model_with(), num_features=-3)
-    layer = swap(nn.MultiHeadDotProductAttention(num_heads=4))
-    with pytest.raises(ValueError, match=r"sow_weights=True: .* none to sow"):
-        layer.init(jax.random.key(0), x, sow_weights=True)
+    by_hand = adapters.RandomFeatureAttention(12, parent=None)
+    for layer in (
+        nn.MultiHeadDotProductAttention(num_heads=4),
+        nn.MultiHeadDotProductAttention(num_heads=4, attention_fn=by_hand),
+        nn.SelfAttention(num_heads=4),
+    ):
+        with pytest.raises(ValueError, match=r"sow_weights=True: .* none to sow"):
+            swap(layer).init(jax.random.key(0), x, sow_weights=True)
+    for name in ("parent", "name"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+            swap(model_with(), **{name: None})
+    with pytest.raises(ValueError, match=r"num_weights is for .*, got 4 for Calibrated\.$"):
+        swap(model_with(), feature_map="calibrated", num_weights=4)
 
 
 def test_variables_that_lost_their_boxes_are_refused(x):
@@ -184,3 +194,12 @@ def test_variables_that_lost_their_boxes_are_refused(x):
     plain = {**variables, "random_features": dictionaries}
     with pytest.raises(ValueError, match=r"projection must be the entry .* got a dictionary"):
         model.apply(plain, x)
+    model = adapters.swap_attention(model_with(), 12, feature_map="calibrated")
+    variables = model.init(jax.random.key(0), x)
+    maps, structure = jax.tree.flatten(
+        variables["calibration"], is_leaf=lambda node: hasattr(node, "variances")
+    )
+    plain = {**variables, "calibration": jax.tree.unflatten(structure, [vars(one) for one in maps])}
+    for call in (model.apply, lambda variables, x: adapters.calibrate(model, variables, [x])):
+        with pytest.raises(ValueError, match=r"feature_map must be the entry .* got a dictionary"):
+            call(plain, x)

@@ -33,9 +33,9 @@ def reason_against_call(estimator: Estimator, call: Call) -> str | None:
       ValueError: If the feature map or W does not fit the heads of the keys.
     """
     if estimator.exact_keys is not None:
-        return "they have no exact_keys"
+        return "its kernels have no exact_keys"
     if estimator.sequence_axis:
-        return "they are for whole sequences, got a call with a sequence_axis"
+        return "its kernels are for whole sequences, got a call with a sequence_axis"
     estimator.check_heads(call)
     return None
 

@@ -137,18 +137,13 @@ class Calibrated(FeatureMap):
         """
         w = Projection.of(projection)
         mean, _, other, _ = self._of_side(side, x.dtype)
-        balanced = self.balanced(x, side=side)
+        balanced = balance(x, self, side)
         products = (x - _broadcast(0.5 * mean, x)) * _broadcast(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
         tilted = balanced * _broadcast(jnp.sqrt(self._variances(x.dtype)), x)
         exponent = _of_heads(tilted, w.unweighted)
         exponent += _broadcast(self._half_log_weights(w, x.dtype), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
-
-    def balanced(self, x: Float[Array, "*batch H"], *, side: Side) -> Float[Array, "*batch H"]:
-        """Returns centered and balanced vectors ``[..., H]``, or ``[batch, length, K, ..., H]``."""
-        mean, matrix, *_ = self._of_side(side, x.dtype)
-        return _of_heads(x - _broadcast(mean, x), jnp.asarray(matrix))
 
     def key_scores(self, y: Float[Array, "*batch H"]) -> Float[Array, "*batch"]:
         r"""Returns scores of keys of one head, for queries and keys like those of the fit.
@@ -219,6 +214,14 @@ class Calibrated(FeatureMap):
             axis = 0 if variances.ndim == 2 else None
             return jax.vmap(_half_log_weights, in_axes=(axis, 0))(variances, w)
         return _half_log_weights(variances, w)
+
+
+def balance(
+    x: Float[Array, "*batch H"], calibration: Calibrated, side: Side
+) -> Float[Array, "*batch H"]:
+    """Returns centered and balanced vectors ``[..., H]``, or ``[batch, length, K, ..., H]``."""
+    mean, matrix, *_ = calibration._of_side(side, x.dtype)
+    return _of_heads(x - _broadcast(mean, x), jnp.asarray(matrix))
 
 
 def _times(matrix: Float[Array, "*K rows H"], x: Float[Array, "*K H"]) -> Float[Array, "*K rows"]:

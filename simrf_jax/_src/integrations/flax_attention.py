@@ -251,10 +251,11 @@ def check_fields(
 
 
 def check_options(adapter: type, options: Mapping[str, Any], where: Any) -> None:
-    """Raises ``TypeError`` for an option that an adapter does not have, or a wrong ``where``."""
+    """Raises ``TypeError`` if an adapter has no such option, or ``where`` is not callable."""
     if where is not None and not callable(where):
         raise TypeError(f"where must be a function of a path and a layer, got {where!r}.")
-    known = inspect.signature(vars(adapter)["__init__"]).parameters
+    parameters = inspect.signature(vars(adapter)["__init__"]).parameters
+    known = parameters.keys() - {"self", "parent", "name"}
     for name in options:
         if name not in known:
             nearest = difflib.get_close_matches(name, known, 1)

@@ -61,7 +61,7 @@ class Drawing:
         if self.num_weights is not None and BipolarProjection not in kinds:
             raise ValueError(
                 "num_weights is for angular_hybrid and gaussian_hybrid, got "
-                f"{self.num_weights} for {', '.join(map(repr, feature_maps))}."
+                f"{self.num_weights} for {', '.join(map(_name, feature_maps))}."
             )
 
     def options(self, feature_map: FeatureMapLike) -> DrawOptions:
@@ -168,3 +168,8 @@ def in_pairs(
     if not isinstance(projection, jax.Array) or projection.shape[-2] % 2:
         return projection
     return Projection(projection[..., ::2, :], is_paired=True)
+
+
+def _name(feature_map: FeatureMapLike) -> str:
+    """Returns how an error names a feature map."""
+    return repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__

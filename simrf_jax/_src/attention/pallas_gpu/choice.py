@@ -75,7 +75,8 @@ def _reason_against_device() -> str | None:
 def _reason_against_mode(estimator: Estimator, call: Call) -> str | None:
     if estimator.mesh_axes.batch or estimator.mesh_axes.heads:
         return (
-            "they have no batch_axis or head_axis; call them in jax.shard_map(..., check_vma=False)"
+            "its kernels have no batch_axis or head_axis; call them in "
+            "jax.shard_map(..., check_vma=False)"
         )
     return None
 

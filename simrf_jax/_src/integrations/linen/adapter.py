@@ -195,12 +195,8 @@ class Adapter(nn.Module):
                 'with variable_axes={"params": 0, "random_features": 0}.'
             )
         value = self.variable(collection, name, draw).value
-        if isinstance(value, Mapping):  # What checkpoints without a target hold.
-            raise ValueError(
-                f"{'/'.join((*self.path, name))} must be the entry of random_features that init "
-                "makes, got a dictionary: restore checkpoints into the variables of model.init, or "
-                "into jax.eval_shape(model.init, ...)."
-            )
+        if isinstance(value, Mapping):
+            raise not_of_init(collection, *self.path, name)
         return value
 
     def _key(self) -> jax.Array:
@@ -209,6 +205,14 @@ class Adapter(nn.Module):
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             return key
         return jax.random.wrap_key_data(key)  # From a jax.random.PRNGKey.
+
+
+def not_of_init(*place: str) -> ValueError:
+    """Returns the error for the entry of a collection that was restored as a dictionary."""
+    return ValueError(
+        f"{'/'.join(place)} must be the entry that init makes, got a dictionary: restore "
+        "checkpoints into the variables of model.init, or into jax.eval_shape(model.init, ...)."
+    )
 
 
 def apply(model: nn.Module, variables: Mapping[str, Any], batch: Any, **options: Any) -> Any:

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax.core.meta import AxisMetadata
-from flax.traverse_util import flatten_dict, unflatten_dict
+from flax.traverse_util import empty_node, flatten_dict, unflatten_dict
 
 from simrf_jax._src.calibration.api import check_options
 from simrf_jax._src.calibration.fit import Balance, Tilt
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
-from simrf_jax._src.integrations.linen.adapter import apply
+from simrf_jax._src.integrations.linen.adapter import apply, not_of_init
 
 
 def calibrate(
@@ -96,7 +96,11 @@ def calibrate(
     for box in boxes:
         flax_calibration.check_tilt(tilt, getattr(box, "draw_options", None))
 
-    adapters = {place[:-1]: one for place, one in flatten_dict(variables["calibration"]).items()}
+    flat = flatten_dict(variables["calibration"], keep_empty_nodes=True)
+    for place, one in flat.items():
+        if not isinstance(one, Calibrated) and one is not empty_node:
+            raise not_of_init("calibration", *place[:-1])
+    adapters = {place[:-1]: one for place, one in flat.items() if isinstance(one, Calibrated)}
     sums = unflatten_dict(
         {(*path, "moments"): flax_calibration.no_moments(one) for path, one in adapters.items()}
     )
@@ -111,8 +115,8 @@ def calibrate(
         balance=balance,
         tilt=tilt,
     )
-    calibration = unflatten_dict({(*path, "feature_map"): one for path, one in maps.items()})
-    fitted = {**variables, "calibration": calibration}
+    flat |= {(*path, "feature_map"): one for path, one in maps.items()}
+    fitted = {**variables, "calibration": unflatten_dict(flat)}
     for collection, name in ROWS:
         flat = flatten_dict(fitted.get(collection, {}), keep_empty_nodes=True)
         turned = {

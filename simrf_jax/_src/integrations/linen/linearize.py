@@ -28,7 +28,11 @@ from simrf_jax._src.integrations.linearization.search import (
 )
 from simrf_jax._src.integrations.linen.adapter import apply
 from simrf_jax._src.integrations.linen.projection import boxed
-from simrf_jax._src.integrations.linen.random_features import PARAMETERS, RandomFeatureAttention
+from simrf_jax._src.integrations.linen.random_features import (
+    PARAMETERS,
+    RandomFeatureAttention,
+    check_fields,
+)
 from simrf_jax._src.integrations.linen.swap import Rule, check_linen, with_rules
 from simrf_jax._src.projections import DrawOptions
 
@@ -133,7 +137,7 @@ def linearize(
     check_linen(model, "linearize")
     check_chosen(options)
     flax_attention.check_options(RandomFeatureAttention, options, where)
-    RandomFeatureAttention(1, parent=None, **options).check()
+    check_fields(RandomFeatureAttention(1, parent=None, **options))
     for given in (batches, held_out):
         flax_calibration.check_batches(given)
     checks.typed_key(key)

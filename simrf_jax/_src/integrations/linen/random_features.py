@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from simrf_jax._src.integrations import (
     flax_drawing,
 )
 from simrf_jax._src.integrations.flax_report import SeenCall
-from simrf_jax._src.integrations.linen.adapter import Adapter
+from simrf_jax._src.integrations.linen.adapter import Adapter, not_of_init
 from simrf_jax._src.integrations.linen.projection import boxed
 from simrf_jax._src.projections import (
     BlockMode,
@@ -190,23 +190,6 @@ class RandomFeatureAttention(Adapter):
             w = flax_drawing.in_pairs(w, feature_map, drawing.options(feature_map))
         return flax_attention.random_features(w, feature_map, self)
 
-    def check(self) -> None:
-        """Checks the fields as far as they do not depend on the sizes of a layer.
-
-        Raises:
-          TypeError: If a field is of a wrong type.
-          ValueError: If a field has no such value, or the fields do not fit together.
-        """
-        self._check_fields()
-        if self.num_features is not None:
-            checks.positive_int("num_features", self.num_features)
-        flax_attention.check_exact_keys(self.exact_keys)
-        feature_map = flax_calibration.adapter_map(self.feature_map, 1, 1, self.num_features)
-        drawing = self._drawing()
-        drawing.check((feature_map,))
-        drawing.options(feature_map)
-        flax_attention.random_features(None, feature_map, self)
-
     def _calibration(self, initial: Calibrated) -> Calibrated:
         """Returns the calibration in the variables, which has no gradient."""
         if not self.is_initializing() and not self.has_variable("calibration", "feature_map"):
@@ -218,6 +201,8 @@ class RandomFeatureAttention(Adapter):
         calibration: nn.Variable[Any] = self.variable(
             "calibration", "feature_map", lambda: jax.tree.map(jnp.array, initial)
         )
+        if isinstance(calibration.value, Mapping):
+            raise not_of_init("calibration", *self.path, "feature_map")
         return jax.lax.stop_gradient(calibration.value)
 
     def _learned(self, start: Learned, draw: Callable[[], ProjectionLike | None]) -> Learned:
@@ -257,3 +242,21 @@ class RandomFeatureAttention(Adapter):
     def _refuse_decoding(self, verb: str) -> None:
         if self.decode:
             raise ValueError(f"An adapter has decode=True: {verb} the model without it.")
+
+
+def check_fields(adapter: RandomFeatureAttention) -> None:
+    """Checks the fields of an adapter, but not whether they fit the sizes of a layer.
+
+    Raises:
+      TypeError: If a field is of a wrong type.
+      ValueError: If a field has no such value, or the fields do not fit together.
+    """
+    adapter._check_fields()
+    if adapter.num_features is not None:
+        checks.positive_int("num_features", adapter.num_features)
+    flax_attention.check_exact_keys(adapter.exact_keys)
+    feature_map = flax_calibration.adapter_map(adapter.feature_map, 1, 1, adapter.num_features)
+    drawing = adapter._drawing()
+    drawing.check((feature_map,))
+    drawing.options(feature_map)
+    flax_attention.random_features(None, feature_map, adapter)

@@ -10,7 +10,10 @@ from flax.core import freeze
 
 from simrf_jax._src.integrations import flax_attention
 from simrf_jax._src.integrations.linen.adapter import Adapter
-from simrf_jax._src.integrations.linen.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.linen.random_features import (
+    RandomFeatureAttention,
+    check_fields,
+)
 
 
 class Rule(NamedTuple):
@@ -58,10 +61,10 @@ class SwappedAttention(nn.Module):
             if (rule := next(rules, None)) is None:
                 return next_function(*args, **kwargs)
             found.append(path)
+            flax_attention.check_sowing(kwargs.get("sow_weights", False))
             if isinstance(layer.attention_fn, Adapter):  # The changed layer is intercepted again.
                 return next_function(*args, **kwargs)
             _check(path, layer)
-            flax_attention.check_sowing(kwargs.get("sow_weights", False))
             # Without a parent, Flax stores its variables below the layer.
             adapter = rule.adapter(rule.num_features, parent=None, **rule.options)
             return layer.clone(attention_fn=adapter, parent=layer.scope)(*args, **kwargs)
@@ -131,7 +134,7 @@ def swap_attention(
     """
     check_linen(model, "swap_attention")
     flax_attention.check_options(RandomFeatureAttention, options, where)
-    RandomFeatureAttention(num_features, parent=None, **options).check()
+    check_fields(RandomFeatureAttention(num_features, parent=None, **options))
     return with_rules(model, Rule(num_features, where, freeze(options)))
 
 

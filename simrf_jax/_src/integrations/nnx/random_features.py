@@ -196,7 +196,8 @@ class RandomFeatureAttention(Adapter):
                 options = drawing.options(feature_map)
                 self.projection = RandomProjection(w, draw_options=options)
         self._keep(feature_map)
-        self.mechanism(self.num_heads)  # Checks the other fields.
+        # Checks the other fields.
+        self.exact_bandwidth = self.mechanism(self.num_heads).exact_bandwidth
 
     def _keep(self, feature_map: FeatureMapLike) -> None:
         """Makes the arrays of a feature map part of the module's state.
