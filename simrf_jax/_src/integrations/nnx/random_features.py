@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
-from simrf_jax._src.attention.estimator import KeyChoice
+from simrf_jax._src.attention.estimator import KeyChoice, check_band
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
 from simrf_jax._src.features.calibrated import Calibrated
@@ -179,6 +179,8 @@ class RandomFeatureAttention(Adapter):
         )
         drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
         drawing.check((feature_map,))
+        if exact_bandwidth is not None:
+            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         self.exact_bandwidth = exact_bandwidth
         if exact_keys is not None:
             flax_attention.check_exact_keys(exact_keys)
@@ -196,8 +198,7 @@ class RandomFeatureAttention(Adapter):
                 options = drawing.options(feature_map)
                 self.projection = RandomProjection(w, draw_options=options)
         self._keep(feature_map)
-        # Checks the other fields.
-        self.exact_bandwidth = self.mechanism(self.num_heads).exact_bandwidth
+        self.mechanism(self.num_heads)  # Checks the other fields.
 
     def _keep(self, feature_map: FeatureMapLike) -> None:
         """Makes the arrays of a feature map part of the module's state.
