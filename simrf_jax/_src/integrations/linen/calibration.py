@@ -118,14 +118,14 @@ def calibrate(
     flat |= {(*path, "feature_map"): one for path, one in maps.items()}
     fitted = {**variables, "calibration": unflatten_dict(flat)}
     for collection, name in ROWS:
-        flat = flatten_dict(fitted.get(collection, {}), keep_empty_nodes=True)
+        entries = flatten_dict(fitted.get(collection, {}), keep_empty_nodes=True)
         turned = {
-            (*path, name): _turned(flat[*path, name], before, maps[path])
+            (*path, name): _turned(entries[*path, name], before, maps[path])
             for path, before in adapters.items()
-            if (*path, name) in flat
+            if (*path, name) in entries
         }
         if turned:
-            fitted[collection] = unflatten_dict(flat | turned)
+            fitted[collection] = unflatten_dict(entries | turned)
     return fitted
 
 
