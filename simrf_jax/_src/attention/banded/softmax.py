@@ -117,7 +117,7 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> Float[Array, "B T 
 @jax.named_scope("banded_sums")
 def sum_in_windows(
     inputs: Inputs, blocks: QueryBlocks
-) -> tuple[Float[Array, "B T K G D+1"], Float[Array, "B T K G 1"], Bool[Array, "B T K G"]]:
+) -> tuple[Float[Array, "B T K G columns"], Float[Array, "B T K G 1"], Bool[Array, "B T K G"]]:
     """Returns the sums that ``attend_in_windows`` divides; it documents the arguments.
 
     Returns:
