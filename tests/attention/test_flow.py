@@ -84,7 +84,7 @@ FLOWS = {
     "near and far": (
         lambda q, k, v, w: fmm_attention(q, k, v, (w,), bandwidth=4),
         14,
-        80,
+        81,
         17,
     ),
     "exact band": (

@@ -347,12 +347,12 @@ class Call:
     def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
         """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
         batch, key_length = self.query.shape[:-3], self.key.shape[-3]
-        target = shape_of_logits(self.query, self.key)
         log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
         if self.bias is not None:
-            log_weights = per_key(jnp.asarray(self.bias), target).astype(dtype)
+            bias = per_key(jnp.asarray(self.bias), shape_of_logits(self.query, self.key))
+            log_weights = bias.astype(dtype)
         if self.mask is not None:
-            visible = per_key(jnp.asarray(self.mask), target)
+            visible = per_key(jnp.asarray(self.mask), shape_of_logits(self.query, self.key))
             log_weights = jnp.where(visible, log_weights, -jnp.inf)
         if self.key_value_seq_lengths is not None:
             visible = within_lengths(
