@@ -42,8 +42,8 @@ def test_other_dtypes(dtype):
 
 @pytest.mark.fast
 def test_weights_are_rounded_by_an_operation_of_their_own():
-    # XLA for accelerators leaves out a conversion and its inverse, so that numerators would have
-    # other weights than denominators.
+    # XLA for GPUs leaves out a conversion and its inverse, so that numerators would have other
+    # weights than denominators.
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs())
     program = str(jax.make_jaxpr(random_feature_attention)(q, k, v, projection()))
     assert "reduce_precision[exponent_bits=8 mantissa_bits=7]" in program

@@ -172,6 +172,10 @@ def test_refusals_leave_the_model_as_it_was(x):
         swap(Model(), 12, bandwidth=3)
     with pytest.raises(ValueError, match=r"got dropout_rate=0\.1: .* layer\.dropout_rate = 0\."):
         swap(Model(dropout_rate=0.1), 12)
+    decoding = Model()
+    decoding.lower.attention.decode = True
+    with pytest.raises(ValueError, match=r"lower\.attention must have decode=False, got True"):
+        swap(decoding, 12)
     with pytest.raises(TypeError, match=r"where must be a function .*, got 'lower'"):
         swap(Model(), 12, where="lower")
     functions = [layer.attention_fn for layer in model.attentions]

@@ -180,7 +180,7 @@ def test_refuses(x):
     for name in ("parent", "name"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             swap(model_with(), **{name: None})
-    with pytest.raises(ValueError, match=r"num_weights is for .*, got 4 for Calibrated\.$"):
+    with pytest.raises(ValueError, match=r"num_weights is for .*, got 4 for 'calibrated'\.$"):
         swap(model_with(), feature_map="calibrated", num_weights=4)
 
 

@@ -165,15 +165,15 @@ def to_base_2(
     return jnp.where(too_large, jnp.nan, scaled)
 
 
-def bfloat16_parts(x: Float[Array, "*shape"], count: int) -> list[Array]:
-    """Returns numbers in bfloat16 whose sums have the first 8, 16 or 24 bits of each number."""
+def bfloat16_parts(x: Float[Array, "*shape"], count: int) -> tuple[Array, ...]:
+    """Returns parts in bfloat16 that add up to a number, each with 8 more of its bits."""
     parts = []
     for _ in range(count):
-        # Rounded by an operation of its own, because XLA leaves out a conversion and its inverse.
+        # Not by a conversion and its inverse, which XLA for GPUs leaves out.
         part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
         x -= part
-    return parts
+    return tuple(parts)
 
 
 def without_x64() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 from simrf_jax._src import checks, one_line
 from simrf_jax._src.calibration.api import check_tokens, scaled
 from simrf_jax._src.calibration.fit import log_optimal_variance, log_second_moment
-from simrf_jax._src.features.calibrated import Calibrated, balance
+from simrf_jax._src.features.calibrated import Calibrated, in_coordinates
 
 LOGGER = logging.getLogger("simrf_jax")
 NUM_STEPS = 20
@@ -219,8 +219,8 @@ def _draw_sums(
     shape = (keys_per_query, *logits.shape[:-1])
     drawn = jax.random.categorical(prng_key, logits[None], shape=shape)
     sequence = jnp.arange(len(y))[None, :, None, None]
-    sums = balance(x, calibration, "query")[None]
-    sums = sums + balance(y, calibration, "key")[sequence, drawn]
+    sums = in_coordinates(x, calibration, "query")[None]
+    sums = sums + in_coordinates(y, calibration, "key")[sequence, drawn]
     is_pair = jnp.broadcast_to(jnp.any(visible, axis=-1)[None, :, :, None], shape)
     if exact_bandwidth is not None:
         positions = jnp.arange(x.shape[1])[None, None, :, None]

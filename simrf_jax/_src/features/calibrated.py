@@ -137,7 +137,7 @@ class Calibrated(FeatureMap):
         """
         w = Projection.of(projection)
         mean, _, other, _ = self._of_side(side, x.dtype)
-        balanced = balance(x, self, side)
+        balanced = in_coordinates(x, self, side)
         products = (x - _broadcast(0.5 * mean, x)) * _broadcast(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
         tilted = balanced * _broadcast(jnp.sqrt(self._variances(x.dtype)), x)
@@ -216,10 +216,10 @@ class Calibrated(FeatureMap):
         return _half_log_weights(variances, w)
 
 
-def balance(
+def in_coordinates(
     x: Float[Array, "*batch H"], calibration: Calibrated, side: Side
 ) -> Float[Array, "*batch H"]:
-    """Returns centered and balanced vectors ``[..., H]``, or ``[batch, length, K, ..., H]``."""
+    """Returns vectors centered and balanced: ``[..., H]``, or ``[batch, length, K, ..., H]``."""
     mean, matrix, *_ = calibration._of_side(side, x.dtype)
     return _of_heads(x - _broadcast(mean, x), jnp.asarray(matrix))
 

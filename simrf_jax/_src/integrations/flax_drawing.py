@@ -11,6 +11,7 @@ from simrf_jax._src import checks
 from simrf_jax._src.features import BipolarProjection, FeatureMapLike, as_feature_map
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.features.exponential import OptimalPositive, Positive
+from simrf_jax._src.integrations.flax_repr import name_of_map
 from simrf_jax._src.kernels import GAUSSIAN
 from simrf_jax._src.projections import (
     BlockMode,
@@ -59,9 +60,10 @@ class Drawing:
                     "and keys, for example. Call simrf_jax.random_feature_attention with it."
                 )
         if self.num_weights is not None and BipolarProjection not in kinds:
+            names = ", ".join(repr(name_of_map(feature_map)) for feature_map in feature_maps)
             raise ValueError(
                 "num_weights is for angular_hybrid and gaussian_hybrid, got "
-                f"{self.num_weights} for {', '.join(map(_name, feature_maps))}."
+                f"{self.num_weights} for {names}."
             )
 
     def options(self, feature_map: FeatureMapLike) -> DrawOptions:
@@ -168,8 +170,3 @@ def in_pairs(
     if not isinstance(projection, jax.Array) or projection.shape[-2] % 2:
         return projection
     return Projection(projection[..., ::2, :], is_paired=True)
-
-
-def _name(feature_map: FeatureMapLike) -> str:
-    """Returns how an error names a feature map."""
-    return repr(feature_map) if isinstance(feature_map, str) else type(feature_map).__name__

@@ -92,7 +92,7 @@ class Exact(NamedTuple):
         """Returns what the queries read."""
         positions, (_, length, num_heads, _) = self._positions(operands), operands.query.shape
         keys = self._keys(operands, near.key_terms, positions)
-        queries = Side(True, tuple(bfloat16_parts(near.query, 2)), (positions,), (math.inf,))
+        queries = Side(True, bfloat16_parts(near.query, 2), (positions,), (math.inf,))
         found = flash.attend(queries, keys, num_heads, interpret, band=self.band)
         return found._replace(lse=found.lse[..., :length])
 
@@ -102,7 +102,7 @@ class Exact(NamedTuple):
         """Returns the gradients of ``near``, and those of the keys and the values."""
         positions, (_, length, num_heads, _) = self._positions(operands), operands.query.shape
         good, terms, offsets, of_out = OfOutputs.of(*found, of_out)
-        query = tuple(bfloat16_parts(jnp.where(good, near.query, 0), 2))
+        query = bfloat16_parts(jnp.where(good, near.query, 0), 2)
         queries = side_of(True, query, of_out, terms, offsets, positions)
         keys = self._keys(operands, near.key_terms, positions)
         run = functools.partial(gradient.gradients, num_heads=num_heads, interpret=interpret)

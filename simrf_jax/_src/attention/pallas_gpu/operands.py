@@ -152,7 +152,7 @@ def _key_terms(
 def split_rows(rows: jax.Array, multiple: int = TILE) -> tuple[jax.Array, ...]:
     """Returns two parts of rows, whose products with bfloat16 keep 16 bits of the rows."""
     padding = -rows.shape[1] % multiple
-    return tuple(bfloat16_parts(jnp.pad(rows, [(0, 0), (0, padding), (0, 0)])[None], 2))
+    return bfloat16_parts(jnp.pad(rows, [(0, 0), (0, padding), (0, 0)])[None], 2)
 
 
 def row_terms_of(operands: Operands, multiple: int = TILE) -> jax.Array:

@@ -186,7 +186,7 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     """
     inputs, features = jax.lax.stop_gradient((inputs, features))
     # Only denominators are needed.
-    keys = Keys.of(dataclasses.replace(inputs, value=inputs.value[..., :1]))
+    keys = Keys.of(dataclasses.replace(inputs, value=inputs.value[..., :1]), SUMMARY_CHUNK)
     state, _ = sum_keys(keys, features)
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
     is_hidden = inputs.key_log_weights == -jnp.inf

@@ -156,22 +156,22 @@ class Keys(NamedTuple):
     key_log_weights: Float[Array, "*chunks B S K"]
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Keys:
-        """Returns the keys in chunks of a size that fits in memory with their features."""
+    def of(cls, inputs: Inputs, size: int | None = None) -> Keys:
+        """Returns the keys in chunks; in one, if there is no size or the length is symbolic."""
         key, value, log_weights = inputs.key, inputs.value, inputs.key_log_weights
         length = key.shape[1]
-        if not isinstance(length, int) or length <= SUMMARY_CHUNK:  # It may be symbolic.
+        if size is None or not isinstance(length, int) or length <= size:
             return cls(key[None], value[None], log_weights[None])
         return cls(
-            split_length(key, SUMMARY_CHUNK, None),
-            split_length(value, SUMMARY_CHUNK, 0),
-            split_length(log_weights, SUMMARY_CHUNK, -jnp.inf),
+            split_length(key, size, None),
+            split_length(value, size, 0),
+            split_length(log_weights, size, -jnp.inf),
         )
 
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
     """Returns the state of all keys, with the features of one chunk in memory at a time."""
-    state, poisoned = sum_keys(Keys.of(inputs), features)
+    state, poisoned = sum_keys(Keys.of(inputs, SUMMARY_CHUNK), features)
     return state.poison(poisoned)
 
 
@@ -189,8 +189,8 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
         # Heads first, because XLA on a GPU would transpose the exponents in float32 otherwise.
         by_head = (jnp.moveaxis(x, 1, 2) for x in (weights, chunk.value))
         numerators = contract("bksm,bksd->bkmd", *by_head)
-        # Rounded to the type of the values, so that both sums have the same weights. XLA on
-        # accelerators would leave out a conversion and its inverse.
+        # Rounded to the type of the values, so that both sums have the same weights; not by a
+        # conversion and its inverse, which XLA for GPUs leaves out.
         if weights.dtype != chunk.value.dtype:
             bits = jnp.finfo(chunk.value.dtype)
             weights = jax.lax.reduce_precision(weights, bits.nexp, bits.nmant)

@@ -139,8 +139,7 @@ def _attend_at_once(
     inputs: Inputs, features: HeadMaps, exact: SharedKeys | None
 ) -> Float[Array, "B T K G D"]:
     """Computes the features of all tokens at once."""
-    keys = Keys(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
-    state, poisoned = sum_keys(keys, features)
+    state, poisoned = sum_keys(Keys.of(inputs), features)
     queries = features.queries(inputs.query)
     if exact is not None:
         queries, state = (

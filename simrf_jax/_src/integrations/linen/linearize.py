@@ -31,7 +31,7 @@ from simrf_jax._src.integrations.linen.projection import boxed
 from simrf_jax._src.integrations.linen.random_features import (
     PARAMETERS,
     RandomFeatureAttention,
-    check_fields,
+    check_without_sizes,
 )
 from simrf_jax._src.integrations.linen.swap import Rule, check_linen, with_rules
 from simrf_jax._src.projections import DrawOptions
@@ -137,7 +137,7 @@ def linearize(
     check_linen(model, "linearize")
     check_chosen(options)
     flax_attention.check_options(RandomFeatureAttention, options, where)
-    check_fields(RandomFeatureAttention(1, parent=None, **options))
+    check_without_sizes(RandomFeatureAttention(1, parent=None, **options))
     for given in (batches, held_out):
         flax_calibration.check_batches(given)
     checks.typed_key(key)

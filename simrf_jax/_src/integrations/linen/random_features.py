@@ -244,7 +244,7 @@ class RandomFeatureAttention(Adapter):
             raise ValueError(f"An adapter has decode=True: {verb} the model without it.")
 
 
-def check_fields(adapter: RandomFeatureAttention) -> None:
+def check_without_sizes(adapter: RandomFeatureAttention) -> None:
     """Checks the fields of an adapter, but not whether they fit the sizes of a layer.
 
     Raises:

@@ -12,7 +12,7 @@ from simrf_jax._src.integrations import flax_attention
 from simrf_jax._src.integrations.linen.adapter import Adapter
 from simrf_jax._src.integrations.linen.random_features import (
     RandomFeatureAttention,
-    check_fields,
+    check_without_sizes,
 )
 
 
@@ -134,7 +134,7 @@ def swap_attention(
     """
     check_linen(model, "swap_attention")
     flax_attention.check_options(RandomFeatureAttention, options, where)
-    check_fields(RandomFeatureAttention(num_features, parent=None, **options))
+    check_without_sizes(RandomFeatureAttention(num_features, parent=None, **options))
     return with_rules(model, Rule(num_features, where, freeze(options)))
 
 
