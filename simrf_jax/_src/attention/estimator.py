@@ -379,7 +379,7 @@ class Estimator:
             self.exact_keys.check(feature_map, is_causal=call.is_causal, is_packed=is_packed)
             self.exact_keys.check_batch(call.query.shape[:-3])
         inputs = call.lay_out(
-            dtype=None if w is None else w.dtype,
+            dtype=jnp.float32 if w is None else w.dtype,
             scaled=self.exact_bandwidth is None if scaled is None else scaled,
             fill_with_tokens=not feature_map.is_finite,
         )

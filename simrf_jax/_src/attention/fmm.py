@@ -239,7 +239,7 @@ def blend(
 ) -> Float[Array, "*lead N D"]:
     """Returns the weighted sum of the outputs ``[..., N, D]`` of both fields."""
     *lead, heads, _ = near.shape
-    compute = jnp.promote_types(near.dtype, jnp.float32)
+    compute = np.promote_types(near.dtype, jnp.float32)
 
     def weigh(
         out: Float[Array, "*lead N D"], weight: Float[Array, " N"]
@@ -259,7 +259,9 @@ def blend(
 
 def _weights(name: str, given: Weights, shape: tuple[int, ...]) -> Float[Array, "*shape"]:
     given = jnp.asarray(given)
-    given = checks.floating(name, given.astype(jnp.promote_types(given.dtype, jnp.float32)))
+    if not jnp.issubdtype(given.dtype, jnp.inexact):
+        given = given.astype(jnp.float32)
+    given = checks.floating(name, given)
     # A single axis is that of the feature maps, even if the number of heads is the same.
     by_axis = given[:, None] if given.ndim == 1 < len(shape) else given
     try:

@@ -210,7 +210,7 @@ def scaled(
     scale: Real[ArrayLike, ""],
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "*batch S K H"]]:
     """Returns queries and keys whose products are the logits, without gradients."""
-    compute = jnp.promote_types(query.dtype, jnp.float32)
+    compute = np.promote_types(query.dtype, jnp.float32)
     query, key = jax.lax.stop_gradient((_whole(query), _whole(key)))
     scale = jnp.asarray(scale, compute)
     root = jnp.sqrt(jnp.abs(scale))

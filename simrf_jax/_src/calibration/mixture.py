@@ -9,6 +9,7 @@ from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
 from simrf_jax._src import checks, one_line
@@ -121,7 +122,7 @@ def fit_mixture(
         exact_bandwidth = checks.integer("exact_bandwidth", exact_bandwidth, least=0)
     num_heads, dim = key.shape[-2:]
     if calibration is None:
-        calibration = Calibrated.identity(num_heads, dim, jnp.promote_types(key.dtype, jnp.float32))
+        calibration = Calibrated.identity(num_heads, dim, np.promote_types(key.dtype, jnp.float32))
     if not isinstance(calibration, Calibrated):
         raise TypeError(f"calibration must be a Calibrated, got {type(calibration).__name__}.")
     if jnp.shape(calibration.variances) != (num_heads, dim):
@@ -196,7 +197,8 @@ def _fit_head(
         dataclasses.replace(calibration, variances=variances),
         centers / jnp.sqrt(variances)[None],
     )
-    alone = jnp.sum(jnp.square(sums), axis=0) / jnp.maximum(jnp.sum(is_pair), 1)
+    num_pairs = jnp.maximum(jnp.sum(is_pair), 1).astype(sums.dtype)
+    alone = jnp.sum(jnp.square(sums), axis=0) / num_pairs
     nats = [
         log_second_moment(calibration.variances, alone),
         jnp.log(num_centers) + log_second_moment(variances, mean_square),

@@ -326,7 +326,7 @@ class GaussianHybrid(BipolarHybrid):
         self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
     ) -> tuple[Float[Array, "*batch weights"], float]:
         """Returns trigonometric features of queries, and of the negatives of keys."""
-        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = x.astype(np.promote_types(x.dtype, jnp.float32))
         u = (wide if side == "query" else -wide) / self.bandwidth
         rho = Trigonometric("gaussian").log_features(u, tau, side=side)
         return rho.evaluate(rho.exponent.dtype), 0.0

@@ -137,6 +137,7 @@ class Calibrated(FeatureMap):
         """
         w = Projection.of(projection)
         mean, _, other, _ = self._of_side(side, x.dtype)
+        x = x.astype(mean.dtype)
         balanced = in_coordinates(x, self, side)
         products = (x - _broadcast(0.5 * mean, x)) * _broadcast(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
@@ -156,6 +157,7 @@ class Calibrated(FeatureMap):
         nearly for others. Without a tilt it is 1.
         """
         query_mean, query_matrix, key_mean, key_matrix = self._of_side("query", y.dtype)
+        y = y.astype(query_mean.dtype)
         # The inverse of log_optimal_variance, whose argument is that of x + y, twice as large.
         steep = 4 * self._variances(y.dtype) - 2
         variances = 0.125 * steep * (steep - 2) / (steep + 2)
@@ -209,7 +211,7 @@ class Calibrated(FeatureMap):
 
     def _half_log_weights(self, w: Projection, dtype: DTypeLike) -> Float[Array, "*K num_features"]:
         """Returns half the log density ratio at each row, plus half the log weight of the row."""
-        variances = self._variances(jnp.promote_types(w.dtype, dtype))
+        variances = self._variances(np.promote_types(w.dtype, dtype))
         if w.ndim == 3:
             axis = 0 if variances.ndim == 2 else None
             return jax.vmap(_half_log_weights, in_axes=(axis, 0))(variances, w)

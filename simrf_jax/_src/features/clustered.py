@@ -137,7 +137,7 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
           ValueError: If the shapes do not match.
         """
         projection = ClusteredProjection.of(projection)
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x = x.astype(np.promote_types(x.dtype, jnp.float32))
         queries = checks.floating("query_centers", projection.query_centers)
         keys = checks.floating("key_centers", projection.key_centers)
         for name, centers in (("query_centers", queries), ("key_centers", keys)):

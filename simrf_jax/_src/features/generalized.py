@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax._src.features.feature_map import FeatureMap, named
@@ -44,7 +45,7 @@ class Elu(FeatureMap):
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
         if projection is None:
-            y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            y = x.astype(np.promote_types(x.dtype, jnp.float32))
             log_scale = jnp.zeros_like(y[..., :1])
         else:
             y = product(x, projection)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax._src import checks
@@ -68,7 +69,7 @@ def hybrid_features(
     arrays = [checks.vectors("each of bases", base) for base in bases]
     rhos = [checks.vectors("each of weights", rho) for rho in weights]
     dtype = jnp.result_type(*arrays, *rhos) if arrays else jnp.float32
-    compute = jnp.promote_types(dtype, jnp.float32)
+    compute = np.promote_types(dtype, jnp.float32)
     as_log = []
     for base in arrays:
         zero = jnp.zeros((*base.shape[:-1], 1), compute)

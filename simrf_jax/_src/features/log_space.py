@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float
 
@@ -49,4 +50,4 @@ def half_squared_norm(x: Float[Array, "*batch dim"], dtype: DTypeLike) -> Float[
 
 def widened(array: ArrayLike, dtype: DTypeLike) -> Array:
     """Returns an array in the wider of its own dtype and ``dtype``."""
-    return jnp.asarray(array, jnp.promote_types(jnp.result_type(array), dtype))
+    return jnp.asarray(array, np.promote_types(jnp.result_type(array), dtype))

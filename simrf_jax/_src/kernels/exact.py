@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax._src import checks
@@ -155,5 +156,5 @@ def pair(
             f"got {x.shape} and {y.shape}."
         )
     dtype = jnp.promote_types(x.dtype, y.dtype)
-    compute = jnp.promote_types(dtype, jnp.float32)
+    compute = np.promote_types(dtype, jnp.float32)
     return x.astype(compute), y.astype(compute), dtype

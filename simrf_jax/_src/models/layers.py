@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
@@ -159,6 +160,6 @@ def _sum_by_product(x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
         x,
         (axes, axes),
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+        preferred_element_type=np.promote_types(x.dtype, jnp.float32),
     )
     return product[0].astype(x.dtype)

@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key
 
 from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
@@ -32,7 +33,7 @@ def draw_rows(
 
     With ``norms="radau"`` these are all rows except the zero row.
     """
-    compute = jnp.promote_types(dtype, jnp.float32)
+    compute = np.promote_types(dtype, jnp.float32)
     norm_key, rotation_key = jax.random.split(key)
     if coupling == "iid":
         return _draw_iid(norm_key, num_features, dim, norms, kernel, compute).astype(dtype)

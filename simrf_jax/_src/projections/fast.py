@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int8, Key
 
 from simrf_jax._src import one_line
@@ -90,7 +91,7 @@ def draw_fast_rows(
     dtype: jnp.dtype,
 ) -> FastRows:
     """Draws the rows for ``draw_fast_projection``, which has checked the arguments."""
-    ambient, compute = padded_dim(dim), jnp.promote_types(dtype, jnp.float32)
+    ambient, compute = padded_dim(dim), np.promote_types(dtype, jnp.float32)
     num_zero_rows = 1 if norms == "radau" else 0
     num_directions = num_features - num_zero_rows
     row_blocks = COUPLED[coupling].blocks(num_directions, ambient, block)

@@ -139,7 +139,7 @@ def _draw(
     options: DrawOptions,
 ) -> Projection:
     dtype, dim = centers.dtype, centers.shape[-1]
-    centers = centers.astype(jnp.promote_types(dtype, jnp.float32))
+    centers = centers.astype(np.promote_types(dtype, jnp.float32))
     keys = jax.random.split(key, len(counts))
     rows, first = [], 0
     for count, group in itertools.groupby(counts):

@@ -136,7 +136,8 @@ def _stratified_normal(key: Key[Array, ""], num_rows: int, dtype: jnp.dtype) -> 
     """Draws standard normal variables, one from each of equally probable strata, in any order."""
     order, place = jax.random.split(key)
     within = jax.random.uniform(place, (num_rows,), dtype, minval=jnp.finfo(dtype).tiny)
-    uniform = (jax.random.permutation(order, num_rows) + within) / num_rows
+    strata = jax.random.permutation(order, num_rows).astype(dtype)
+    uniform = (strata + within) / num_rows
     # Probabilities near 0 have more digits than those near 1, and large norms need them.
     return -jax.scipy.special.ndtri(uniform)
 
@@ -199,7 +200,7 @@ def _at(
     step = 2 * _LARGEST_NORMAL / (_NUM_NODES - 1)
     place = jnp.clip((normal + _LARGEST_NORMAL) / step, 0, _NUM_NODES - 1)
     piece = jnp.minimum(place.astype(jnp.int32), _NUM_NODES - 2)
-    offset = place - piece
+    offset = place - piece.astype(place.dtype)
     cubic, square, linear, constant = coefficients[:, piece]
     return ((cubic * offset + square) * offset + linear) * offset + constant
 

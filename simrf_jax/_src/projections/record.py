@@ -285,7 +285,7 @@ class Projection(StructuredProjection):
             )
         if not options.draws_weights:
             return cls(rows, draw_options=options)
-        compute = jnp.promote_types(dtype, jnp.float32)
+        compute = np.promote_types(dtype, jnp.float32)
         log_weights = radau_log_weights(num_features, options.norm_dim(dim), compute)
         rows = rows if is_fast else jnp.pad(rows, ((0, 1), (0, 0)))
         return cls(rows, log_weights, draw_options=options)
@@ -368,7 +368,7 @@ class Projection(StructuredProjection):
                 f"x must be [..., dim] with the projection's dim={rows.shape[-1]}, "
                 f"got shape {x.shape}."
             )
-        x = x.astype(functools.reduce(jnp.promote_types, (x.dtype, rows.dtype, jnp.float32)))
+        x = x.astype(functools.reduce(np.promote_types, (jnp.float32, x.dtype, rows.dtype)))
         if is_dense:
             rows = rows.astype(x.dtype)
             y = jnp.einsum("...d,md->...m", x, rows, precision=jax.lax.Precision.HIGHEST)
@@ -405,7 +405,7 @@ class Projection(StructuredProjection):
         if not self.is_dense:
             return Projection(self.rows).apply(jnp.eye(self.shape[-1])).T
         rows = checks.floating("projection", cast(Any, self.rows))
-        return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+        return rows.astype(np.promote_types(rows.dtype, jnp.float32))
 
     def with_negatives(self) -> Projection:
         """Returns the rows and their negatives, with the same weights."""
@@ -434,7 +434,7 @@ class Projection(StructuredProjection):
         Returns:
           A projection in at least float32.
         """
-        compute = jnp.promote_types(self.dtype, jnp.float32)
+        compute = np.promote_types(self.dtype, jnp.float32)
         parameter = jnp.asarray(parameter, compute)
         scale = jnp.sqrt(1 - 4 * parameter)
         # The first two terms of l are large and nearly cancel for long rows, so d is subtracted

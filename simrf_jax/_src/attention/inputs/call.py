@@ -248,7 +248,7 @@ class Call:
     def lay_out(
         self,
         *,
-        dtype: DTypeLike | None = None,
+        dtype: DTypeLike = jnp.float32,
         scaled: bool = True,
         fill_with_tokens: bool = False,
     ) -> Inputs:
@@ -264,8 +264,7 @@ class Call:
           TypeError: If a dtype is wrong.
           ValueError: If shapes do not match.
         """
-        compute = jnp.promote_types(self.query.dtype, jnp.float32 if dtype is None else dtype)
-        compute = jnp.promote_types(compute, jnp.float32)
+        compute = np.promote_types(np.promote_types(self.query.dtype, jnp.float32), dtype)
         call = self.with_batch_axis()
         query, key, value, batch = call.query, call.key, call.value, call.query.shape[:-3]
         for name, x in (("query", query), ("key", key), ("value", value)):

@@ -37,7 +37,7 @@ def within_lengths(
     if lengths.shape != batch:
         raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}.")
     positions = jnp.arange(length).reshape((1,) * len(batch) + (length,))
-    return positions < lengths[..., None]
+    return positions < lengths[..., None].astype(positions.dtype)
 
 
 def segment_numbers(

@@ -106,4 +106,4 @@ def mean_cross_entropy(
     weights = jax.nn.softmax(jnp.where(sees[..., None], exact, 0), axis=-1)
     logs = jax.nn.log_softmax(jnp.where(sees[..., None], estimated, 0), axis=-1)
     terms = jnp.where(visible, weights * jnp.where(visible, logs, 0), 0)
-    return -jnp.sum(terms) / jnp.maximum(jnp.sum(sees), 1)
+    return -jnp.sum(terms) / jnp.maximum(jnp.sum(sees), 1).astype(terms.dtype)

@@ -107,7 +107,7 @@ def _gradients(
     own = jnp.where(lse == -jnp.inf, -jnp.inf, row_terms_of(operands) - lse)
     of_state = of_state.astype(jnp.bfloat16)
     # The mean of the gradients of a row's weights, less the gradient of its log-sum-exp.
-    means = jnp.sum(of_state.astype(jnp.float32) * state, axis=-1) - of_lse
+    means = jnp.sum(of_state.astype(jnp.float32) * state.astype(jnp.float32), axis=-1) - of_lse
     row_side = side_of(False, split_rows(operands.key_rows), of_state, own, means)
     terms = jnp.where(jnp.isnan(operands.key_terms), -jnp.inf, operands.key_terms)
     key_side = side_of(True, (operands.key,), operands.value, terms)

@@ -73,7 +73,7 @@ class OfOutputs(NamedTuple):
         is_finite = jnp.isfinite(lse)
         terms = jnp.where(is_finite, -lse, -jnp.inf)
         is_good = jnp.swapaxes(is_finite[..., : out.shape[1]], 1, 2)[..., None]
-        offsets = jnp.where(is_good, of_out.astype(jnp.float32) * out, 0)
+        offsets = jnp.where(is_good, of_out.astype(jnp.float32) * out.astype(jnp.float32), 0)
         offsets = jnp.swapaxes(jnp.sum(offsets, axis=-1), 1, 2)
         return cls(is_good, terms, offsets, jnp.where(is_good, of_out, 0))  # 0 * NaN is not 0.
 

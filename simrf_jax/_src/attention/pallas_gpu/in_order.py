@@ -248,4 +248,5 @@ def _merged(reads: list[Read]) -> Read:
         return reads[0]
     weights, lse = flash.shares(jnp.stack([read.lse for read in reads]))
     both = zip(jnp.swapaxes(weights, 2, 3)[..., None], reads, strict=True)
-    return Read(sum(weight * read.out for weight, read in both).astype(jnp.bfloat16), lse)
+    out = sum(weight * read.out.astype(jnp.float32) for weight, read in both)
+    return Read(out.astype(jnp.bfloat16), lse)

@@ -324,7 +324,8 @@ class _Visibility(NamedTuple):
     def any(self, flags: Bool[Array, "B C K"]) -> Bool[Array, "B C K"]:
         """Returns ``[B, C, K]``, True at queries that see a key of the chunk with a flag."""
         if self.same_segment is None:
-            return jnp.cumsum(flags, axis=1) > (0 if self.with_own_key else flags)
+            earlier = jnp.cumsum(flags, axis=1)
+            return earlier > (0 if self.with_own_key else flags.astype(earlier.dtype))
         return jnp.any(self.pairs(flags.shape[1])[..., None] & flags[:, None], axis=2)
 
 
@@ -509,7 +510,8 @@ def _read_in_units(
     rounded = jax.lax.optimization_barrier(features.astype(narrow)).astype(features.dtype)
     of_state = jnp.where(visibility.carried[:, None, None, :, None], rounded, 0)
     earlier = contract("bkgqm,bkmd->bkgqd", of_state, state.sums.astype(narrow))
-    sums = jnp.moveaxis(contract("bkgqs,bksd->bkgqd", weights, value) + earlier, 3, 1)
+    of_chunk = contract("bkgqs,bksd->bkgqd", weights, value).astype(earlier.dtype)
+    sums = jnp.moveaxis(of_chunk + earlier, 3, 1)
     has_state = largest(state.maxima, axis=-1)[:, None, :, 0] > -jnp.inf
     sees_state = visibility.carried[..., None] & has_state
     sees = (sees_state | visibility.any(visible))[..., None, None]

@@ -222,6 +222,6 @@ def attend_to_next(
     value = with_ones(inputs.value)
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(keys.exponent, axis=1), 1))
     phi = jnp.squeeze(exp_in_units(keys.exponent, maxima[:, None], keys.values), 1)
-    sums = state.in_units_of(maxima) + phi[..., None] * value[:, 0, :, None]
+    sums = state.in_units_of(maxima) + phi[..., None] * value.astype(phi.dtype)[:, 0, :, None]
     state, poisoned = AttentionState(sums, maxima), poisoned | nonfinite[:, 0]
     return state.read(queries, poisoned, value.dtype), state.poison(poisoned)

@@ -219,7 +219,7 @@ def _divide_chunk(
         leaves &= _same(chunk.key_segments, segments)
         sees &= _same(chunk.query_segments, segments)
     # Where no key leaves, the own key stands there, hidden.
-    left = keys.at(jnp.argmax(2 * leaves + is_own, axis=2))
+    left = keys.at(jnp.argmax(jnp.where(leaves, 2, is_own.astype(int)), axis=2))
     left = left._replace(log_weights=jnp.where(jnp.any(leaves, axis=2), left.log_weights, -jnp.inf))
     last = jnp.moveaxis(held[:, -1], 1, -1)
     order = jnp.where(last, jnp.arange(count + size, 0, -1)[None, None], 0)

@@ -82,7 +82,8 @@ class AttentionState(NamedTuple):
         # 0.10.2).
         shift = jnp.zeros((), phi.exponent.dtype)  # Without a dtype, float64 under x64.
         weights = exp_in_units(phi.exponent, shift, phi.values)[..., None]
-        sums = jnp.sum(weights * with_ones(keys.value[:, :0])[:, :, :, None], axis=1)
+        value = with_ones(keys.value[:, :0]).astype(weights.dtype)
+        sums = jnp.sum(weights * value[:, :, :, None], axis=1)
         return cls(sums, jnp.squeeze(largest(phi.exponent, axis=1), 1))
 
     def add_keys(self, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
