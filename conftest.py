@@ -81,6 +81,18 @@ class _Memory:
 
 
 @pytest.fixture(autouse=True)
+def _keep_compiler_flags():
+    """Fails a test that leaves other flags behind: what follows would find no cached program."""
+    before = _compiler_flags()
+    yield
+    assert _compiler_flags() == before
+
+
+def _compiler_flags():
+    return {name: os.environ.get(name) for name in ("LIBTPU_INIT_ARGS", "XLA_FLAGS")}
+
+
+@pytest.fixture(autouse=True)
 def _forget_programs():
     """Frees the programs that JAX has cached, and what hangs on them, once they fill the memory."""
     yield

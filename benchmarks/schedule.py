@@ -6,10 +6,9 @@ compared: XLA estimates no kernel, and its estimates of its own operations (``be
 waits and fixed costs. An operation is a loop over windows of its output. A kernel runs its bundles
 once for each step of its grid, except those of a region under a condition (``pl.when``), which
 this module counts as often as the condition holds.
-
-Import this module before any that loads libtpu: it says where schedules are to be written.
 """
 
+import atexit
 import math
 import os
 import pathlib
@@ -17,15 +16,21 @@ import re
 import shutil
 import tempfile
 
-FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="schedules"))
-os.environ["LIBTPU_INIT_ARGS"] = " ".join(
-    [
-        os.environ.get("LIBTPU_INIT_ARGS", ""),
-        f"--xla_jf_dump_to={FOLDER}",
-        "--xla_jf_dump_llo_text=true",
-        "--xla_jf_emit_annotations=true",
-    ]
-)
+FOLDER = pathlib.Path(tempfile.gettempdir(), f"schedules-{os.getpid()}")
+
+
+def record():
+    """Has the compiler write schedules to ``FOLDER``, if nothing has loaded libtpu yet."""
+    FOLDER.mkdir()
+    atexit.register(shutil.rmtree, FOLDER)
+    os.environ["LIBTPU_INIT_ARGS"] = " ".join(
+        [
+            os.environ.get("LIBTPU_INIT_ARGS", ""),
+            f"--xla_jf_dump_to={FOLDER}",
+            "--xla_jf_dump_llo_text=true",
+            "--xla_jf_emit_annotations=true",
+        ]
+    )
 
 
 def bundles(name, steps, counts=(), *, shortest=64):

@@ -7,10 +7,7 @@ prints one number.
 Run: python -m benchmarks.step_bundles v5e:16x16:none:scanned exact
 """
 
-from benchmarks import schedule  # Before libtpu is loaded.
-
-# isort: split
-from benchmarks import command_line, pod_compile, pods, tpu
+from benchmarks import command_line, pod_compile, pods, schedule, tpu
 
 
 def count(pod, attention):
@@ -32,10 +29,8 @@ def main():
     parser.add_argument("pod", type=pods.Pod.parse, metavar="TOPOLOGY:REMAT:LAYERS")
     parser.add_argument("attention", help="such as 'exact', or 'simplex in kernels'")
     options = parser.parse_args()
-    try:
-        print(count(options.pod, options.attention))
-    finally:
-        schedule.forget()
+    schedule.record()
+    print(count(options.pod, options.attention))
 
 
 if __name__ == "__main__":

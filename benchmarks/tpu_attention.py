@@ -19,9 +19,6 @@ import functools
 import itertools
 from typing import NamedTuple
 
-from benchmarks import schedule  # Before libtpu is loaded.
-
-# isort: split
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +28,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 import simrf_jax
-from benchmarks import command_line, exact_kernel, tpu
+from benchmarks import command_line, exact_kernel, schedule, tpu
 from simrf_jax import feature_maps
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.pallas_tpu.operands import band_of, lay_out, lay_out_near, shape_of
@@ -335,6 +332,7 @@ def main():
     parser.add_argument("--band", type=int, metavar="BANDWIDTH")
     parser.add_argument("--packed", action="store_true")
     options = parser.parse_args()
+    schedule.record()
     mode = Mode(options.causal, options.band, options.packed)
     for length in options.lengths:
         print(f"\n| T = {length}, thousands | {' | '.join(COLUMNS)} |\n|{' --- |' * 8}")

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import exact_kernel, tpu
+from benchmarks import exact_kernel, schedule, tpu
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
 
@@ -55,9 +55,6 @@ def test_bytes_of_a_loop_are_unknown():
 
 @pytest.mark.fast
 def test_an_operation_runs_its_loop_for_each_window(tmp_path, monkeypatch):
-    monkeypatch.setenv("LIBTPU_INIT_ARGS", "")
-    from benchmarks import schedule
-
     monkeypatch.setattr(schedule, "FOLDER", tmp_path)
     for name in ("fusion.5", "fusion.50", "kernel.1"):
         (tmp_path / f"17-{name}-71-final_bundles.txt").write_text(SCHEDULE)
