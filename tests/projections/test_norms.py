@@ -11,7 +11,8 @@ import scipy.stats
 
 import simrf_jax
 from simrf_jax import Projection, draw_fast_projection, draw_projection
-from simrf_jax._src.projections.norms import chi_of_normal
+from simrf_jax._src.kernels import GAUSSIAN
+from simrf_jax._src.projections.norms import norms_of_normal
 from tests.projections.matrices import dense
 from tests.standard_errors import assert_mean
 from tests.two_rows import exact_chi, mean_product
@@ -23,17 +24,17 @@ CROSS = "cross_polytope"
 
 @pytest.mark.fast
 @pytest.mark.parametrize("dim", [1, 2, 3, 7, 64, 512, 1000, 4096])
-def test_chi_of_normal_against_scipy(dim):
+def test_norms_of_normal_against_scipy(dim):
     normal = np.linspace(-5.5, 5.5, 4_001).astype(np.float32)
-    found = jax.jit(chi_of_normal, static_argnums=1)(normal, dim)
+    found = jax.jit(norms_of_normal, static_argnums=(1, 2))(normal, GAUSSIAN, dim)
     np.testing.assert_allclose(found, exact_chi(normal.astype(np.float64), dim), 4e-7, 2e-6)
 
 
 @pytest.mark.fast
-def test_chi_of_normal_in_float64():
+def test_norms_of_normal_in_float64():
     normal = np.linspace(-8.4, 8.4, 1_001)
     with enable_x64(True):
-        found = np.asarray(chi_of_normal(jnp.asarray(normal), 64))
+        found = np.asarray(norms_of_normal(jnp.asarray(normal), GAUSSIAN, 64))
     np.testing.assert_allclose(found, exact_chi(normal, 64), rtol=1e-9)
 
 

@@ -68,14 +68,14 @@ def check_norms(norms: Norms, coupling: Coupling, kernel: ScaleMixture) -> None:
         )
 
 
-def fixed_norm(norms: Norms, dim: int) -> float:
-    """Returns the norm that a law of ``FIXED_NORMS`` gives all rows except the zero row.
+def squared_norm(norms: Norms, dim: int) -> float:
+    """Returns the squared norm that a law of ``FIXED_NORMS`` gives all rows except the zero row.
 
     Args:
       norms: ``"sqrt_dim"`` or ``"radau"``.
       dim: Dimension d in which the rows have this norm.
     """
-    return (dim if norms == "sqrt_dim" else dim + 2) ** 0.5
+    return dim if norms == "sqrt_dim" else dim + 2.0
 
 
 def radau_log_weights(
@@ -119,7 +119,7 @@ def draw_norms(
       dtype: Floating type of the norms.
     """
     if norms in FIXED_NORMS:
-        return jnp.full(num_rows, fixed_norm(norms, dim), dtype)
+        return jnp.full(num_rows, squared_norm(norms, dim) ** 0.5, dtype)
     if norms == "stratified":
         normal = _stratified_normal(key, num_rows, dtype)
     else:
@@ -127,9 +127,7 @@ def draw_norms(
     if norms not in ("chi", "stratified"):
         source, sign = _couple(norms, row_blocks)
         normal = jnp.asarray(sign, dtype) * normal[source]
-    if kernel == GAUSSIAN:
-        return chi_of_normal(normal, dim)
-    return jnp.exp(_at(normal, _log_norm_coefficients(kernel, dim)))
+    return norms_of_normal(normal, kernel, dim)
 
 
 def _stratified_normal(key: Key[Array, ""], num_rows: int, dtype: jnp.dtype) -> Float[Array, " n"]:
@@ -166,72 +164,63 @@ def _rows_together(norms: Norms, block: RowBlock | CrossPolytope) -> int:
     return 4 if norms == "antithetic" and isinstance(block, CrossPolytope) else 2
 
 
-def chi_of_normal(normal: Float[Array, "*shape"], dim: int) -> Float[Array, "*shape"]:
-    r"""Maps standard normal variables to chi variables, :math:`F_d^{-1}(\Phi(z))`.
+def norms_of_normal(
+    normal: Float[Array, "*shape"], kernel: ScaleMixture, dim: int
+) -> Float[Array, "*shape"]:
+    r"""Maps standard normal variables to norms of rows, :math:`F^{-1}(\Phi(z))`.
 
-    The map is increasing, so z and -z give antithetic norms: their values of the chi distribution
-    function add up to one.
+    The map is increasing, so z and -z give antithetic norms: their values of the distribution
+    function F add up to one.
 
     Args:
       normal: Standard normal variables z.
-      dim: Degrees of freedom d.
+      kernel: Kernel that determines the law F of each norm, such as chi for the Gaussian one.
+      dim: Dimension d of the rows.
 
     Returns:
-      Variables with the law :math:`\chi_d`, accurate to a few units in the last place of float32.
+      Norms, accurate to a few units in the last place of float32 if they are chi variables.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> print(*(f"{a:.4f}" for a in chi_of_normal(jnp.array([-1.0, 0.0, 1.0]), 64)))
+      >>> norms = norms_of_normal(jnp.array([-1.0, 0.0, 1.0]), GAUSSIAN, 64)
+      >>> print(*(f"{norm:.4f}" for norm in norms))
       7.2626 7.9583 8.6750
     """
-    return _at(normal, _chi_coefficients(dim))
-
-
-def _at(
-    normal: Float[Array, "*shape"], spline: Float64[np.ndarray, "4 pieces"]
-) -> Float[Array, "*shape"]:
-    """Evaluates a cubic spline, with offsets from 0 to 1 in each piece, at normal variables.
-
-    Args:
-      normal: Standard normal variables.
-      spline: Coefficients of the pieces between ``_NUM_NODES`` nodes.
-    """
-    coefficients = jnp.asarray(spline, normal.dtype)
+    coefficients = jnp.asarray(_spline(kernel, dim), normal.dtype)
     step = 2 * _LARGEST_NORMAL / (_NUM_NODES - 1)
     place = jnp.clip((normal + _LARGEST_NORMAL) / step, 0, _NUM_NODES - 1)
     piece = jnp.minimum(place.astype(jnp.int32), _NUM_NODES - 2)
     offset = place - piece.astype(place.dtype)
     cubic, square, linear, constant = coefficients[:, piece]
-    return ((cubic * offset + square) * offset + linear) * offset + constant
+    value = ((cubic * offset + square) * offset + linear) * offset + constant
+    return value if kernel == GAUSSIAN else jnp.exp(value)
 
 
 @functools.lru_cache(maxsize=16)
-def _chi_coefficients(dim: int) -> Float64[np.ndarray, "4 pieces"]:
-    """Returns the spline of ``chi_of_normal``."""
+def _spline(kernel: ScaleMixture, dim: int) -> Float64[np.ndarray, "4 pieces"]:
+    """Returns a cubic spline of the chi variable, or of the log norm for another kernel.
+
+    The nodes are equally spaced normal variables, and offsets in each piece go from 0 to 1.
+    """
     # Imported here because SciPy takes longer to import than this library, and not every law needs
     # it.
+    from scipy import interpolate
+
+    nodes = np.linspace(-_LARGEST_NORMAL, _LARGEST_NORMAL, _NUM_NODES)
+    is_chi = kernel == GAUSSIAN
+    values = chi_of_normal(nodes, dim) if is_chi else log_norm_of_normal(kernel, dim)(nodes)
+    return interpolate.CubicSpline(np.arange(_NUM_NODES), values).c
+
+
+def chi_of_normal(normal: Float64[np.ndarray, "*shape"], dim: int) -> Float64[np.ndarray, "*shape"]:
+    r"""Maps standard normal variables to chi variables with d degrees of freedom, in NumPy."""
     from scipy import special
 
     # XLA has no inverse of the incomplete gamma function, and its incomplete gamma function loses
     # four digits of float32 in high dimensions.
-    z = np.linspace(-_LARGEST_NORMAL, 0, _NUM_NODES // 2 + 1)
-    tail = special.ndtr(z)
-    below = np.sqrt(2 * special.gammaincinv(dim / 2, tail))
-    above = np.sqrt(2 * special.gammainccinv(dim / 2, tail))
-    return _coefficients(np.concatenate([below, above[-2::-1]]))
-
-
-@functools.lru_cache(maxsize=16)
-def _log_norm_coefficients(kernel: ScaleMixture, dim: int) -> Float64[np.ndarray, "4 pieces"]:
-    """Returns the spline of ``log_norm_of_normal`` between equal nodes."""
-    nodes = np.linspace(-_LARGEST_NORMAL, _LARGEST_NORMAL, _NUM_NODES)
-    return _coefficients(log_norm_of_normal(kernel, dim)(nodes))
-
-
-def _coefficients(values: Float64[np.ndarray, " nodes"]) -> Float64[np.ndarray, "4 pieces"]:
-    from scipy import interpolate
-
-    return interpolate.CubicSpline(np.arange(_NUM_NODES), values).c
+    tail = special.ndtr(-np.abs(normal))
+    below, above = special.gammaincinv(dim / 2, tail), special.gammainccinv(dim / 2, tail)
+    return np.sqrt(2 * np.where(normal < 0, below, above))
 
 
 @functools.lru_cache(maxsize=16)

@@ -29,8 +29,8 @@ from simrf_jax._src.projections.norms import (
     FIXED_NORMS,
     Norms,
     check_norms,
-    fixed_norm,
     radau_log_weights,
+    squared_norm,
 )
 from simrf_jax._src.projections.rotations import ROTATIONS, Rotation
 from simrf_jax._src.projections.row_blocks import BLOCK_MODES, BlockMode
@@ -465,7 +465,7 @@ class Projection(StructuredProjection):
         if options is None or options.has_chi_norms:
             return
         if options.has_fixed_norms:
-            norm = fixed_norm(options.norms, options.norm_dim(self.shape[-1]))
+            norm = squared_norm(options.norms, options.norm_dim(self.shape[-1])) ** 0.5
             drawn = f"norms of {norm:.4g} as norms={options.norms!r} draws them"
         else:
             drawn = f"rows for kernel={options.kernel}"

@@ -33,9 +33,10 @@ from scipy import special
 
 from simrf_jax._src import checks
 from simrf_jax._src.projections import FIXED_NORMS, BlockMode, Norms
+from simrf_jax._src.projections.norms import squared_norm
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import ClosedFormCoupling
-from simrf_jax._src.theory.pairs import NormRelation, Pairs, coupled_rows, squared_norm
+from simrf_jax._src.theory.pairs import NormRelation, Pairs, coupled_rows
 from simrf_jax._src.theory.positive import bias, excess_of_rho, largest_norm, log_inflation
 from simrf_jax._src.theory.quadrature import Nodes, Vector, antithetic_rule, chi_rule, log_hyp0f1
 

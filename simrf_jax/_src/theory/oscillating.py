@@ -39,7 +39,7 @@ from jaxtyping import Float64
 from scipy import special
 
 from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
-from simrf_jax._src.projections.norms import log_norm_of_normal
+from simrf_jax._src.projections.norms import chi_of_normal, log_norm_of_normal
 from simrf_jax._src.theory.harmonics import gegenbauer, log_multiplicities
 from simrf_jax._src.theory.pairs import SAME_ROW, Pairs, Rows
 from simrf_jax._src.theory.quadrature import Nodes, Vector, over_chunks, sum_by_ratios
@@ -296,13 +296,7 @@ def _normal_rule(low: float, high: float, num_nodes: int) -> tuple[Nodes, Nodes]
 
 def _norm(kernel: ScaleMixture, dim: int) -> Callable[[Nodes], Nodes]:
     """Returns the increasing function from standard normal variables to norms of rows."""
-    if kernel != GAUSSIAN:
-        log_norm = log_norm_of_normal(kernel, dim)
-        return lambda normal: np.exp(log_norm(normal))
-
-    def chi(normal: Nodes) -> Nodes:
-        tail = special.ndtr(-np.abs(normal))
-        below = special.gammaincinv(dim / 2, tail)
-        return np.sqrt(2 * np.where(normal < 0, below, special.gammainccinv(dim / 2, tail)))
-
-    return chi
+    if kernel == GAUSSIAN:
+        return functools.partial(chi_of_normal, dim=dim)
+    log_norm = log_norm_of_normal(kernel, dim)
+    return lambda normal: np.exp(log_norm(normal))

@@ -9,7 +9,7 @@ from simrf_jax._src import checks
 from simrf_jax._src.kernels import GAUSSIAN
 from simrf_jax._src.projections import BLOCK_MODES, FIXED_NORMS, BlockMode, Norms
 from simrf_jax._src.projections.couplings import COUPLED
-from simrf_jax._src.projections.norms import check_norms
+from simrf_jax._src.projections.norms import check_norms, squared_norm
 from simrf_jax._src.projections.row_blocks import CrossPolytope, RowBlock
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import ClosedFormCoupling
@@ -149,13 +149,3 @@ def _kinds(block: RowBlock | CrossPolytope, norms: Norms) -> dict[Kind, int]:
         (0.0, relation): pairs - antipodal - antithetic,
         (0.0, "antithetic"): antithetic,
     }
-
-
-def squared_norm(norms: Norms, dim: int) -> float:
-    """Returns the squared norm of all rows except a row of zeros.
-
-    Args:
-      norms: A law of ``FIXED_NORMS``.
-      dim: Dimension d.
-    """
-    return dim if norms == "sqrt_dim" else dim + 2.0

@@ -38,9 +38,10 @@ from scipy import special
 
 from simrf_jax._src import checks
 from simrf_jax._src.projections import FIXED_NORMS, NORMS, Norms
+from simrf_jax._src.projections.norms import squared_norm
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import Features, Numbers
-from simrf_jax._src.theory.pairs import Pairs, Rows, squared_norm
+from simrf_jax._src.theory.pairs import Pairs, Rows
 from simrf_jax._src.theory.quadrature import Nodes, Vector, antithetic_rule, log_hyp0f1
 from simrf_jax._src.theory.series import log_series, positive_series, without_rounding
 
