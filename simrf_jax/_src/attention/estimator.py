@@ -180,19 +180,11 @@ class HeadMaps:
         axes: Any = (0 if own else None, self.feature_map.head_axes(), scorer)
         return HeadMaps(*axes)
 
-    def repeated(self, groups: int) -> HeadMaps:
-        """Repeats the arrays of each key head for the query heads that share it."""
-
-        def repeat(part: Any) -> Any:
-            return jax.tree.map(lambda x: repeat_heads(jnp.asarray(x), groups, axis=0), part)
-
-        return self.map_heads(repeat)
-
     def map_heads(self, function: Callable[[Any], Any]) -> HeadMaps:
-        """Returns the maps with ``function`` of each part that has an axis of key heads."""
+        """Returns the maps with ``function`` of each array that has an axis of key heads."""
 
         def apply(axis: int | None, part: Any) -> Any:
-            return part if axis is None else function(part)
+            return part if axis is None else jax.tree.map(function, part)
 
         return jax.tree.map(apply, self.head_axes(), self, is_leaf=lambda axis: axis is None)
 
@@ -387,14 +379,14 @@ class Estimator:
         features = HeadMaps(w, feature_map, feature_map if by_score else None)
         groups = inputs.key.shape[2] // call.key.shape[-2]
         if groups > 1:  # Each query head gets its own copy of the keys.
-            features = features.repeated(groups)
+            features = features.map_heads(lambda x: repeat_heads(jnp.asarray(x), groups, axis=0))
         if feature_map.multiplies_rows and _is_worth_folding(features, inputs):
             folded = Folded.of(features.feature_map, features.projection)
             features = HeadMaps(None, folded, features.scorer)
         sharding = jax.typeof(inputs.key).sharding
         if AxisType.Explicit in sharding.mesh.axis_types:
             of_heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[2]))
-            features = features.map_heads(lambda part: jax.sharding.reshard(part, of_heads))
+            features = features.map_heads(lambda x: jax.sharding.reshard(x, of_heads))
         return inputs, features
 
     def check_heads(self, call: Call) -> None:
@@ -430,18 +422,6 @@ class Estimator:
                 f"projection must have one W for each of the {num_key_heads} key heads, "
                 f"got shape {projection.shape}."
             )
-
-
-def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
-    """Returns the bandwidth as an integer, if the feature map can be used with a band.
-
-    Raises:
-      TypeError: If the bandwidth is not an integer.
-      ValueError: If it is negative, or the feature map estimates a different kernel from that of
-        the keys in the band.
-    """
-    check_estimates_softmax("exact_bandwidth", feature_map)
-    return checks.integer("exact_bandwidth", bandwidth, least=0)
 
 
 def check_estimates_softmax(name: str, feature_map: FeatureMap) -> None:

@@ -16,7 +16,7 @@ from simrf_jax._src.attention.estimator import (
     Estimator,
     ExactKeysLike,
     KeyChoice,
-    check_band,
+    check_estimates_softmax,
     compiled,
 )
 from simrf_jax._src.attention.implementations import Implementation, choose, names_of
@@ -98,6 +98,9 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
         feature_map = as_feature_map(feature_map)
         w = None if projection is None else as_projection(projection)
         feature_map.check_norms(w)
+        if exact_bandwidth is not None:
+            check_estimates_softmax("exact_bandwidth", feature_map)
+            exact_bandwidth = checks.integer("exact_bandwidth", exact_bandwidth, least=0)
         if chunk_size is None:
             chunk_size = CHUNK_SIZE_ON_GPUS if jax.default_backend() == "gpu" else CHUNK_SIZE
         else:
@@ -110,7 +113,7 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
             checks.axis_names("batch_axis", batch_axis) or None,
             checks.axis_names("head_axis", head_axis) or None,
             None if implementation is None else names_of(implementation),
-            None if exact_bandwidth is None else check_band(exact_bandwidth, feature_map),
+            exact_bandwidth,
             None if exact_keys is None else KeyChoice.of(exact_keys),
         )
 

@@ -113,11 +113,9 @@ def read(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    adapter: Any,
     *,
     is_causal: bool,
-    masks: Masks,
-    decode: bool,
-    sequence_axis: AxisNames,
     mask: ArrayLike | None,
     segment_ids: ArrayLike | None,
     dropout_rate: float,
@@ -127,10 +125,11 @@ def read(
     module: Any,
     **options: Any,
 ) -> Request:
-    """Reads a call of an ``attention_fn``, and refuses what linear attention cannot do.
+    """Reads a call of an adapter, and refuses what linear attention cannot do.
 
     The ``options`` are passed on to ``Call`` unchanged.
     """
+    is_causal = checks.boolean("is_causal", is_causal) or adapter.is_causal or adapter.decode
     _check_precision(precision)
     deterministic = checks.boolean("deterministic", deterministic)
     if dropout_rate != 0 and not deterministic:
@@ -146,18 +145,21 @@ def read(
     if mask is not None:
         target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
         no_segments = flax_masks.why_no_segments(
-            target, packed=masks == "packed", decode=decode, has_segment_ids=segment_ids is not None
+            target,
+            packed=adapter.masks == "packed",
+            decode=adapter.decode,
+            has_segment_ids=segment_ids is not None,
         )
         if no_segments is None and flax_masks.is_segment_ids(mask, target):
             factors = flax_masks.factors_of_ids(
-                mask, target, checks.axis_names("sequence_axis", sequence_axis)
+                mask, target, checks.axis_names("sequence_axis", adapter.sequence_axis)
             )
         else:
             mask, is_mask = flax_masks.as_boolean(mask, no_segments)
             factors = None
             if is_mask is not None:
                 valid.append(_heads_last(is_mask))
-            if masks != "keys" or (is_causal and differs_between_queries(mask)):
+            if adapter.masks != "keys" or (is_causal and differs_between_queries(mask)):
                 factors = flax_masks.factor(
                     mask, target, is_causal=is_causal, no_segments=no_segments
                 )
@@ -236,18 +238,12 @@ def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array,
     return request.finish(out), state
 
 
-def check_fields(
-    *,
-    is_causal: bool,
-    masks: Masks,
-    decode: bool,
-    sequence_axis: str | tuple[str, ...] | None,
-) -> None:
+def check_fields(adapter: Any) -> None:
     """Checks the fields that all adapters have."""
-    for name, switch in (("is_causal", is_causal), ("decode", decode)):
-        checks.boolean(name, switch)
-    checks.one_of("masks", masks, get_args(Masks))
-    checks.axis_names("sequence_axis", sequence_axis)
+    for name in ("shared", "is_causal", "decode"):
+        checks.boolean(name, getattr(adapter, name))
+    checks.one_of("masks", adapter.masks, get_args(Masks))
+    checks.axis_names("sequence_axis", adapter.sequence_axis)
 
 
 def check_options(adapter: type, options: Mapping[str, Any], where: Any) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer, Shaped
+from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice, QueryFeatures
 from simrf_jax._src.attention.inputs.call import Inputs, contract
@@ -26,6 +26,7 @@ from simrf_jax._src.attention.random_features.state import (
     largest,
     split_length,
     sum_keys,
+    take_keys,
     weigh,
     with_ones,
 )
@@ -60,13 +61,13 @@ class SharedKeys(NamedTuple):
           choice: The number of keys and the rule that chooses them, or their positions.
         """
         position = choice_of(inputs, features, choice)
-        log_weights = _at(inputs.key_log_weights, position)
+        log_weights = take_keys(inputs.key_log_weights, position)
         log_weights = jnp.where(position < inputs.key.shape[1], log_weights, -jnp.inf)
         nonfinite = jnp.isnan(log_weights)
         return cls(
             position,
-            _at(inputs.key, position),
-            with_ones(_at(inputs.value, position)),
+            take_keys(inputs.key, position),
+            with_ones(take_keys(inputs.value, position)),
             jnp.where(nonfinite, -jnp.inf, log_weights),
             nonfinite,
         )
@@ -160,14 +161,6 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
     positions = jnp.broadcast_to(positions, (*inputs.batch, positions.shape[-1]))
     positions = positions.reshape(inputs.key.shape[0], positions.shape[-1], 1)
     return jnp.broadcast_to(positions, (*positions.shape[:2], inputs.key.shape[2]))
-
-
-def _at(
-    x: Shaped[Array, "B S K *rest"], position: Integer[Array, "B g K"]
-) -> Shaped[Array, "B g K *rest"]:
-    """Returns ``[B, g, K, ...]``, the entries at positions, which are clipped to the length."""
-    index = position.reshape(*position.shape, *(1,) * (x.ndim - 3))
-    return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
 
 def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from simrf_jax._src import one_line
 from simrf_jax._src.attention.estimator import HeadMaps
@@ -30,6 +30,7 @@ from simrf_jax._src.attention.random_features.state import (
     largest,
     pad,
     split_length,
+    take_keys,
     with_ones,
 )
 
@@ -68,12 +69,7 @@ class KeptKeys(NamedTuple):
 
     def at(self, index: Integer[Array, "B new K"]) -> KeptKeys:
         """Returns the keys at an index of each head."""
-
-        def take(x: Shaped[Array, "B g K *rest"]) -> Shaped[Array, "B new K *rest"]:
-            entries = index.reshape(*index.shape, *(1,) * (x.ndim - 3))
-            return jnp.take_along_axis(x, entries, axis=1)
-
-        return KeptKeys(*map(take, self))
+        return KeptKeys(*(take_keys(x, index) for x in self))
 
 
 def check_count(kept: KeptKeys, count: int) -> None:

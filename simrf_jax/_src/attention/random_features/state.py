@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Shaped
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax._src import one_line
 from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures
@@ -208,6 +208,14 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
     empty = AttentionState.empty(first, features)
     state, poisoned = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
     return state, jnp.any(poisoned, axis=0)
+
+
+def take_keys(
+    x: Shaped[Array, "B S K *rest"], position: Integer[Array, "B g K"]
+) -> Shaped[Array, "B g K *rest"]:
+    """Returns ``[B, g, K, ...]``, what keys have at positions, which are clipped to the length."""
+    index = position.reshape(*position.shape, *(1,) * (x.ndim - 3))
+    return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
 
 def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:

@@ -13,7 +13,6 @@ from flax import linen as nn
 from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
-from simrf_jax._src import checks
 from simrf_jax._src.attention import Mechanism
 from simrf_jax._src.integrations import (
     flax_attention,
@@ -107,21 +106,18 @@ class Adapter(nn.Module):
           ``[..., T, N, D]``.
         """
         del dropout_rng, broadcast_dropout, force_fp32_for_softmax
-        self._check_fields()
+        flax_attention.check_fields(self)
         if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
             raise ValueError(
                 "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "
                 "that random-feature attention does not make."
             )
-        is_causal = checks.boolean("is_causal", is_causal)
         request = flax_attention.read(
             query,
             key,
             value,
-            is_causal=is_causal or self.is_causal or self.decode,
-            masks=self.masks,
-            decode=self.decode,
-            sequence_axis=self.sequence_axis,
+            self,
+            is_causal=is_causal,
             mask=mask,
             bias=bias,
             scale=scale,
@@ -142,15 +138,6 @@ class Adapter(nn.Module):
 
     def _observe(self, request: Request, mechanism: Any) -> None:
         """Updates the variables of ``calibrate``, ``distillation_loss`` or ``attention_report``."""
-
-    def _check_fields(self) -> None:
-        checks.boolean("shared", self.shared)
-        flax_attention.check_fields(
-            is_causal=self.is_causal,
-            masks=self.masks,
-            decode=self.decode,
-            sequence_axis=self.sequence_axis,
-        )
 
     def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
         """Attends to the tokens in the cache and those of a call, and updates the cache."""

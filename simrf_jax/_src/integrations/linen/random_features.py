@@ -251,7 +251,7 @@ def check_without_sizes(adapter: RandomFeatureAttention) -> None:
       TypeError: If a field is of a wrong type.
       ValueError: If a field has no such value, or the fields do not fit together.
     """
-    adapter._check_fields()
+    flax_attention.check_fields(adapter)
     if adapter.num_features is not None:
         checks.positive_int("num_features", adapter.num_features)
     flax_attention.check_exact_keys(adapter.exact_keys)

@@ -50,21 +50,13 @@ class Adapter(nnx.Module):
     ):
         self.num_heads = checks.positive_int("num_heads", num_heads)
         self.head_dim = checks.positive_int("head_dim", head_dim)
-        self.shared = checks.boolean("shared", shared)
+        self.shared = shared
         self.is_causal = is_causal
         self.masks: flax_attention.Masks = masks
         self.decode = decode
         self.sequence_axis = sequence_axis
         self.cache: nnx.Cache | None = nnx.data(None)
-        self._check_fields()
-
-    def _check_fields(self) -> None:
-        flax_attention.check_fields(
-            is_causal=self.is_causal,
-            masks=self.masks,
-            decode=self.decode,
-            sequence_axis=self.sequence_axis,
-        )
+        flax_attention.check_fields(self)
 
     @abc.abstractmethod
     def mechanism(self, num_heads: int) -> Mechanism:
@@ -140,21 +132,18 @@ class Adapter(nnx.Module):
           ``[..., T, N, D]``.
         """
         del dropout_rng, broadcast_dropout
-        self._check_fields()  # They may have been set after creation.
+        flax_attention.check_fields(self)  # They may have been set after creation.
         if key.shape[-2:] != (self.num_heads, self.head_dim):
             raise ValueError(
                 f"This adapter is for keys of {self.num_heads} heads of dim {self.head_dim}, got "
                 f"{' heads of '.join(map(str, key.shape[-2:]))}."
             )
-        is_causal = checks.boolean("is_causal", is_causal)
         request = flax_attention.read(
             query,
             key,
             value,
-            is_causal=is_causal or self.is_causal or self.decode,
-            masks=self.masks,
-            decode=self.decode,
-            sequence_axis=self.sequence_axis,
+            self,
+            is_causal=is_causal,
             mask=mask,
             bias=bias,
             scale=scale,

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from simrf_jax._src import checks
 from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
-from simrf_jax._src.attention.estimator import KeyChoice, check_band
+from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
 from simrf_jax._src.features.calibrated import Calibrated
@@ -180,7 +181,7 @@ class RandomFeatureAttention(Adapter):
         drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
         drawing.check((feature_map,))
         if exact_bandwidth is not None:
-            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
+            exact_bandwidth = checks.integer("exact_bandwidth", exact_bandwidth, least=0)
         self.exact_bandwidth = exact_bandwidth
         if exact_keys is not None:
             flax_attention.check_exact_keys(exact_keys)
