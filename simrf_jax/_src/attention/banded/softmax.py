@@ -73,11 +73,14 @@ def cut(
       history: Keys before the position of the first query.
     """
     longest = max(bandwidth, LEAST_BLOCK) if block_size is None else int(block_size)
-    size = max(1, min(longest, query_length))
-    num_blocks = max(1, -(-query_length // size))
-    # No window needs to reach beyond the ends from everywhere.
-    before = min(bandwidth, history + (num_blocks - 1) * size)
-    after = 0 if is_causal else min(bandwidth, max(0, key_length - history - size))
+    size, before, after = longest, bandwidth, 0 if is_causal else bandwidth
+    num_blocks = -(-query_length // size)
+    if isinstance(query_length, int) and isinstance(key_length, int):  # Not symbolic.
+        size = max(1, min(longest, query_length))
+        num_blocks = max(1, -(-query_length // size))
+        # No window needs to reach beyond the ends from everywhere.
+        before = min(before, history + (num_blocks - 1) * size)
+        after = min(after, max(0, key_length - history - size))
     width = before + size + after
     offset = np.arange(width)[None, :] - before - np.arange(size)[:, None]
     band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))

@@ -29,6 +29,7 @@ from simrf_jax._src.attention.inputs.call import Inputs, contract
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
+    chunk_size_for,
     exp_in_units,
     join_length,
     largest,
@@ -199,7 +200,8 @@ def stretch(
     x: Shaped[Array, "B S *rest"], start: int, length: int, fill: float | None
 ) -> Shaped[Array, "B {length} *rest"]:
     """Returns ``length`` positions from ``start`` on, which may be negative, padded by ``pad``."""
-    start = min(max(start, -length), x.shape[1])  # Farther out there is only padding.
+    if isinstance(length, int) and isinstance(x.shape[1], int):  # Not symbolic, of jax.export.
+        start = min(max(start, -length), x.shape[1])  # Farther out there is only padding.
     before, after = max(0, -start), max(0, start + length - x.shape[1])
     return pad(x, before, after, fill)[:, start + before :][:, :length]
 
@@ -266,8 +268,7 @@ def _scan_chunks(
 ) -> tuple[Scanned, AttentionState]:
     """Returns the sums each query reads of the state and earlier keys (and its own key)."""
     length = tokens.value.shape[1]
-    size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
-
+    size = chunk_size_for(length, chunk_size)
     chunks = Tokens(
         split_length(tokens.query, size, None),
         split_length(tokens.key, size, None),

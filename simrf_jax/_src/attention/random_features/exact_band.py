@@ -14,7 +14,12 @@ from typing import NamedTuple
 from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax._src import one_line
-from simrf_jax._src.attention.banded.softmax import QueryBlocks, cut, sum_in_windows
+from simrf_jax._src.attention.banded.softmax import (
+    QueryBlocks,
+    attend_in_windows,
+    cut,
+    sum_in_windows,
+)
 from simrf_jax._src.attention.banded.window import Window
 from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice
 from simrf_jax._src.attention.inputs.call import Inputs
@@ -184,6 +189,10 @@ def attend_with_band(
       is_causal: True if queries see no later keys.
       chunk_size: Number of keys per chunk of the far field, a power of two.
     """
+    lengths = inputs.query.shape[1], inputs.key.shape[1]
+    are_known = all(isinstance(length, int) for length in lengths)  # Not symbolic, of jax.export.
+    if are_known and bandwidth >= max(lengths) - 1:  # No key is left to the features.
+        return inputs.outputs(attend_in_windows(inputs, cut(*lengths, bandwidth, is_causal)))
     feature_map, hidden, more = features.feature_map, None, None
     keeps = choice is not None and choice.keeps(is_causal=is_causal)
     if choice is not None and not keeps:

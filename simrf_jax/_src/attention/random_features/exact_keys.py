@@ -149,8 +149,11 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
         else:
             worth = features.key_scores(inputs.key, inputs.key_log_weights)
         worth = jnp.moveaxis(worth, 1, -1)
-        # A symbolic length, of jax.export, is assumed to be at least that.
-        count = min(choice.count, length) if isinstance(length, int) else choice.count
+        count = choice.count
+        if isinstance(length, int):
+            count = min(count, length)
+        else:  # A symbolic length, of jax.export, may be less. Beyond it there is no key.
+            worth = jnp.pad(worth, [(0, 0)] * 2 + [(0, count)], constant_values=-jnp.inf)
         return jnp.moveaxis(jax.lax.top_k(worth, count)[1], -1, 1)
     positions = jnp.where(positions < 0, positions + length, positions)
     # A position that is given twice counts once.

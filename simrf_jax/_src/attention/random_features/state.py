@@ -276,12 +276,20 @@ def pad(
     return jnp.concatenate([ends[0], x, ends[1]], axis=1)
 
 
+def chunk_size_for(length: Size, chunk_size: int) -> int:
+    """Returns a number of tokens per chunk, no more than there are; both are powers of two."""
+    if not isinstance(length, int):  # Symbolic, of jax.export.
+        return chunk_size
+    return min(chunk_size, 1 << max(length - 1, 0).bit_length())
+
+
 def split_length(tree: Tree, size: int, fill: float | None) -> Tree:
     """Splits arrays ``[B, length, ...]`` into ``[chunks, B, size, ...]``, padded by ``pad``."""
 
     def split(x: Shaped[Array, "B length *rest"]) -> Shaped[Array, "chunks B size *rest"]:
-        x = pad(x, 0, -x.shape[1] % size, fill)
-        return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
+        chunks = -(-x.shape[1] // size)
+        x = pad(x, 0, chunks * size - x.shape[1], fill)
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
 
     return jax.tree.map(split, tree)
 
@@ -291,6 +299,11 @@ def join_length(tree: Tree, length: Size) -> Tree:
 
     def join(x: Shaped[Array, "chunks B size *rest"]) -> Shaped[Array, "B T *rest"]:
         x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])[:, :length]
+        x = x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+        if isinstance(length, int):
+            return x[:, :length]
+        # jax.export does not know that a symbolic length is the shorter one.
+        beyond = [(0, 0, 0), (0, length - x.shape[1], 0)] + [(0, 0, 0)] * (x.ndim - 2)
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), beyond)
 
     return jax.tree.map(join, tree)
