@@ -32,6 +32,9 @@ def estimator(w):
     return functools.partial(random_feature_attention, projection=w)
 
 
+near_field = functools.partial(simrf_jax.banded_attention, bandwidth=2)
+
+
 def visible(options):
     """Who sees whom, ``[T, T]``."""
     seen = np.ones((LENGTH, LENGTH), bool)
@@ -58,6 +61,16 @@ def test_float32_stays_float32_where_float64_is_the_default(mode):
         )
     assert out.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize("attend", [estimator(projection(FEATURES)), near_field])
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+def test_calls_without_jit_share_a_program(kind, attend):
+    call = sharded(attend, kind, mesh := make_mesh(kind, length=2), P("length"))
+    qkv = jax.device_put(inputs(LENGTH), NamedSharding(mesh, P("length")))
+    out = call(*qkv)
+    with jax.no_tracing():
+        np.testing.assert_array_equal(call(*qkv), out)
 
 
 @pytest.mark.parametrize(

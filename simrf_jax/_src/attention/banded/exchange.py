@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import SupportsIndex
 
 import jax
@@ -20,6 +21,7 @@ from simrf_jax._src.attention.inputs.sharding import (
 )
 
 
+@functools.partial(jax.jit, static_argnames=("shards", "bandwidth", "block_size"), inline=True)
 def attend_over_devices(
     call: Call, shards: Shards, bandwidth: int, block_size: SupportsIndex | None
 ) -> Float[Array, "*batch T N D"]:

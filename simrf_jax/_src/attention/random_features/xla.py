@@ -56,7 +56,8 @@ def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
                 f"{axes or shards.axes}."
             )
         if call.key.shape[-3] > 0:  # Without keys, devices have nothing to exchange.
-            return attend_over_devices(estimator, call, shards)
+            program = compiled(attend_over_devices, estimator.feature_map, "shards")
+            return program(estimator, call, shards=shards)
     return compiled(attend_locally, estimator.feature_map)(estimator, call)
 
 
