@@ -414,6 +414,8 @@ def test_layers_that_are_stacked_are_calibrated_one_by_one():
 
 
 class Scanned(nn.Module):
+    collections: tuple = ("params", "random_features", "calibration", "calibration_moments")
+
     @nn.compact
     def __call__(self, x):
         class Layer(nn.Module):
@@ -421,9 +423,15 @@ class Scanned(nn.Module):
             def __call__(self, x, _):
                 return x + linen_attention()(x), None
 
-        axes = dict.fromkeys(("params", "random_features", "calibration", "calibration_moments"), 0)
+        axes = dict.fromkeys(self.collections, 0)
         split = {"params": True, "features": True}
         return nn.scan(Layer, variable_axes=axes, split_rngs=split, length=3)()(x, None)[0]
+
+
+def test_a_scan_without_the_calibration_is_told_to_pass_it():
+    model = Scanned(("params", "random_features"))
+    with pytest.raises(ValueError, match=r'variable_axes=\{"params": 0, "calibration": 0\}'):
+        jax.eval_shape(model.init, jax.random.key(0), BATCHES[0])
 
 
 @pytest.mark.slow

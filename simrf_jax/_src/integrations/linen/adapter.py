@@ -173,18 +173,22 @@ class Adapter(nn.Module):
         """Returns an entry of the collection ``random_features``, drawn when it is created."""
         collection = "random_features"
         if not self.has_variable(collection, name) and not self.is_mutable_collection(collection):
-            raise ValueError(
-                f"{'/'.join(self.path) or type(self).__name__}: the variables lack the collection "
-                "random_features, which holds W. A trainer that keeps only init(...)['params'] "
-                "loses it: keep the collection next to the parameters, and call model.apply("
-                '{"params": params, "random_features": random_features}, ...). Where the layer is '
-                "in a lifted transformation, it must handle the collection too, as nn.scan does "
-                'with variable_axes={"params": 0, "random_features": 0}.'
-            )
+            raise self._lacks(collection, "W")
         value = self.variable(collection, name, draw).value
         if isinstance(value, Mapping):
             raise not_of_init(collection, *self.path, name)
         return value
+
+    def _lacks(self, collection: str, content: str) -> ValueError:
+        """Returns the error for variables without a collection."""
+        return ValueError(
+            f"{'/'.join(self.path) or type(self).__name__}: the variables lack the collection "
+            f"{collection}, which holds {content}. A trainer that keeps only init(...)['params'] "
+            "loses it: keep the collection next to the parameters, and call model.apply("
+            f'{{"params": params, "{collection}": {collection}}}, ...). Where the layer is in a '
+            "lifted transformation, it must handle the collection too, as nn.scan does with "
+            f'variable_axes={{"params": 0, "{collection}": 0}}.'
+        )
 
     def _key(self) -> jax.Array:
         """Returns a typed key for the draw of W."""

@@ -192,11 +192,9 @@ class RandomFeatureAttention(Adapter):
 
     def _calibration(self, initial: Calibrated) -> Calibrated:
         """Returns the calibration in the variables, which has no gradient."""
-        if not self.is_initializing() and not self.has_variable("calibration", "feature_map"):
-            raise ValueError(
-                "The variables lack the collection calibration, which holds the arrays of a "
-                "calibrated feature map: take it from init, and pass it to apply."
-            )
+        is_made = self.is_initializing() and self.is_mutable_collection("calibration")
+        if not is_made and not self.has_variable("calibration", "feature_map"):
+            raise self._lacks("calibration", "the arrays of a calibrated feature map")
         # A copy, because a training step may donate the variables, and the caller owns the map.
         calibration: nn.Variable[Any] = self.variable(
             "calibration", "feature_map", lambda: jax.tree.map(jnp.array, initial)
