@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -75,6 +76,18 @@ def measure(subject: Subject, attentions: list[Attention]) -> Errors:
     return Errors(heads, np.asarray(hugging_face.cosines(embeddings, subject.embeddings)))
 
 
+def packed_errors(
+    make_subject: Callable[[], Subject], name: str, m: int | None, seed: int, config: ConfigDict
+) -> np.ndarray:
+    """Returns the errors of an attention in place of softmax; see ``methods.attentions``.
+
+    They are those of all heads and then those of all texts, in one array.
+    """
+    subject = make_subject()
+    errors = measure(subject, attentions(name, m, jax.random.key(seed), subject.fit, config))
+    return np.concatenate([errors.heads.ravel(), errors.cosines])
+
+
 class EncoderSwaps:
     """The texts of all seeds, and the errors of attentions for them, kept in pieces.
 
@@ -109,18 +122,11 @@ class EncoderSwaps:
 
         return self.pieces.get(f"encoder-spread-{seed}", compute)
 
-    def errors(self, name: str, num_features: int | None, seed: int) -> Errors:
-        """Returns the errors of an attention in place of softmax; see ``methods.attentions``."""
-
-        def compute() -> np.ndarray:
-            subject, prng_key = self.subject(seed), jax.random.key(seed)
-            attends = attentions(name, num_features, prng_key, subject.fit, self.config)
-            errors = measure(subject, attends)
-            return np.concatenate([errors.heads.ravel(), errors.cosines])
-
-        which = name if num_features is None else f"{name}-{num_features}"
-        values = self.pieces.get(f"encoder-{which}-{seed}", compute)
-        return Errors(*np.split(values, [len(values) - self.config.num_test_texts]))
+    def errors(self, name: str, m: int | None, seed: int) -> np.ndarray:
+        """Returns ``packed_errors`` of an attention for the texts of a seed."""
+        piece = f"encoder-{name}-{seed}" if m is None else f"encoder-{name}-{m}-{seed}"
+        make_subject = functools.partial(self.subject, seed)
+        return self.pieces.get(piece, packed_errors, make_subject, name, m, seed, self.config)
 
 
 def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
@@ -131,8 +137,9 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """
     ours = config.encoder
     swaps = EncoderSwaps(config, pieces)
-    methods: dict[str, dict[str, list[Errors]]] = {name: {} for name in config.methods}
-    fixed: dict[str, list[Errors]] = {name: [] for name in baselines(ours.bandwidth)}
+    summarize = functools.partial(summary, num_texts=ours.num_test_texts)
+    methods: dict[str, dict[str, list[np.ndarray]]] = {name: {} for name in config.methods}
+    fixed: dict[str, list[np.ndarray]] = {name: [] for name in baselines(ours.bandwidth)}
     layers = []
     for seed in tqdm.tqdm(config.seeds, desc="encoder", dynamic_ncols=True):
         layers.append(swaps.spreads(seed))
@@ -143,18 +150,24 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
                 by_size.setdefault(str(m), []).append(swaps.errors(method, m, seed))
     return {
         "mean_squared_sum": np.mean(layers, axis=0).tolist(),
-        "baselines": {name: summary(kept) for name, kept in fixed.items()},
+        "baselines": {name: summarize(kept) for name, kept in fixed.items()},
         "methods": {
-            method: {m: summary(kept) for m, kept in by_size.items()}
+            method: {m: summarize(kept) for m, kept in by_size.items()}
             for method, by_size in methods.items()
         },
         "seconds": pieces.seconds("encoder-*"),
     }
 
 
-def summary(errors: list[Errors]) -> dict[str, dict[str, float]]:
-    """Returns the means over heads and texts, with their standard errors over the seeds."""
+def summary(kept: list[np.ndarray], num_texts: int) -> dict[str, dict[str, float]]:
+    """Returns the means over heads and over texts, with their standard errors over the seeds.
+
+    Args:
+      kept: ``packed_errors`` for each seed, or several in the rows of one array.
+      num_texts: Number of texts to test on.
+    """
+    parts = {"error": slice(-num_texts), "cosine": slice(-num_texts, None)}
     return {
-        "error": trials.summary(np.array([one.heads.mean() for one in errors])),
-        "cosine": trials.summary(np.array([one.cosines.mean() for one in errors])),
+        name: trials.summary(np.array([values[..., part].ravel().mean() for values in kept]))
+        for name, part in parts.items()
     }

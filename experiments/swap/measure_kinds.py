@@ -6,15 +6,14 @@ import functools
 import itertools
 from typing import Any
 
-import jax
 import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
 from experiments.harness import resumable
 from experiments.swap import encoder, texts
-from experiments.swap.measure_encoder import Errors, Subject, measure, prepare, summary
-from experiments.swap.methods import attentions, baselines
+from experiments.swap.measure_encoder import Subject, packed_errors, prepare, summary
+from experiments.swap.methods import baselines
 
 
 def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
@@ -42,35 +41,28 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
         sizes = {"num_fit": ours.num_fit_texts, "num_test": ours.num_test_texts}
         return prepare(model(), texts.split_kinds(windows(length), kind, seed=seed, **sizes))
 
-    def compute(name: str, kind: str, length: int, seed: int) -> np.ndarray:
-        one = subject(kind, length, seed)
-        m = None if name in baselines(config.encoder.bandwidth) else ours.num_features
-        options = ConfigDict(config.encoder.to_dict() | {"learned": ours.learned.to_dict()})
-        attends = attentions(name, m, jax.random.key(seed), one.fit, options)
-        errors = measure(one, attends)
-        return np.concatenate([errors.heads.ravel(), errors.cosines])
-
-    names = (*baselines(config.encoder.bandwidth), *config.methods)
-    found: dict[str, dict[str, dict[str, list[Errors]]]] = {}
+    options = ConfigDict(config.encoder.to_dict() | {"learned": ours.learned.to_dict()})
+    methods: dict[str, int | None] = dict.fromkeys(baselines(config.encoder.bandwidth))
+    methods |= dict.fromkeys(config.methods, ours.num_features)
+    found: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
     cases = [*itertools.product(ours.lengths, config.seeds, texts.KINDS)]  # Short texts first.
     for length, seed, kind in tqdm.tqdm(cases, desc="kinds", dynamic_ncols=True):
-        for name in names:
+        inputs = functools.partial(subject, kind, length, seed)
+        for name, m in methods.items():
             piece = f"kinds-{name}-{kind.replace(' ', '_')}-{length}-{seed}"
-            values = pieces.get(piece, compute, name, kind, length, seed)
-            errors = Errors(*np.split(values, [len(values) - ours.num_test_texts]))
+            errors = pieces.get(piece, packed_errors, inputs, name, m, seed, options)
             by_kind = found.setdefault(str(length), {}).setdefault(name, {})
             by_kind.setdefault(kind, []).append(errors)
     for by_kind in itertools.chain.from_iterable(one.values() for one in found.values()):
-        of_seeds = zip(*by_kind.values(), strict=True)
-        by_kind["mean"] = [Errors(*map(np.stack, zip(*errors, strict=True))) for errors in of_seeds]
+        by_kind["mean"] = [np.stack(kept) for kept in zip(*by_kind.values(), strict=True)]
     return {
         "num_features": ours.num_features,
         "lengths": {
             length: {
-                name: {kind: summary(errors) for kind, errors in by_kind.items()}
-                for name, by_kind in methods.items()
+                name: {kind: summary(kept, ours.num_test_texts) for kind, kept in by_kind.items()}
+                for name, by_kind in by_name.items()
             }
-            for length, methods in found.items()
+            for length, by_name in found.items()
         },
         "seconds": pieces.seconds("kinds-*"),
     }
