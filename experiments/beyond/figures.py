@@ -64,7 +64,7 @@ def draw_blocks(blocks: dict[str, Any]) -> Figure:
     for axes in (left, right):
         style.tidy(axes)
         style.plain_ticks(axes.yaxis)
-    _legend(figure, right)
+    style.legend(figure, right, "lower center", columns=3)
     return figure
 
 
@@ -102,7 +102,7 @@ def draw_maps(maps: dict[str, Any]) -> Figure:
     for axes, features in zip(rows[-1], FEATURES, strict=True):
         axes.set_xlabel("z = |x - y|" if features == "trigonometric" else "v = |x + y|")
     figure.supylabel(RATIO, fontsize=10)
-    _legend(figure, rows[0, 0])
+    style.legend(figure, rows[0, 0], "lower center", columns=3)
     return figure
 
 
@@ -134,11 +134,5 @@ def draw_reach(reach: dict[str, Any]) -> Figure:
     right.text(0.1, 2, "as large as the kernel", fontsize=8)
     right.set(ylabel="relative mean squared error", yscale="log", ylim=(1e-7, 1e10))
     figure.suptitle(f"d = {reach['dim']}, {reach['num_features']} features", fontsize=10)
-    _legend(figure, right)
+    style.legend(figure, right, "lower center", columns=3)
     return figure
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Names the lines of one panel, which all panels have, below them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)

@@ -51,6 +51,20 @@ def plain_ticks(axis: Axis) -> None:
     axis.set_minor_locator(ticker.NullLocator())
 
 
+def legend(figure: Figure, axes: Axes, place: str, *, columns: int | None = None) -> None:
+    """Names the lines of one panel, which all panels have, outside of them.
+
+    Args:
+      figure: The figure.
+      axes: The panel.
+      place: Place outside of the panels, such as ``"upper center"``.
+      columns: Number of columns; None for a column for each line.
+    """
+    handles, labels = axes.get_legend_handles_labels()
+    options: dict[str, Any] = {"loc": f"outside {place}", "ncols": columns or len(labels)}
+    figure.legend(handles, labels, **options, frameon=False)
+
+
 def curve(axes: Axes, x: ArrayLike, summaries: Iterable[Mapping[str, float]], **look: Any) -> None:
     """Draws means as a line, and their standard errors as a band around it; see ``band``."""
     mean, error = moments(summaries)

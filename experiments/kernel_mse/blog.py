@@ -237,8 +237,7 @@ def _draw_figure(results: dict[str, Any], name: str) -> Figure:
         _draw_panel(axes, np.array(results["num_features"]), panel)
     row[0].set_ylabel("mean squared error of attention")
     row[2].plot([], [], "o", color="gray", markersize=3.5, label="median")
-    handles, labels = row[2].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    style.legend(figure, row[2], "upper center")
     return figure
 
 

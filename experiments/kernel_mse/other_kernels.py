@@ -204,6 +204,5 @@ def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
         style.tidy(place)
     figure.supxlabel("distance in length scales", fontsize=10)
     figure.supylabel("mean squared error / that of iid rows", fontsize=10)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    style.legend(figure, axes[0, 0], "upper center", columns=3)
     return {"other_kernels": figure}

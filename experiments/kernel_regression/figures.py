@@ -38,7 +38,8 @@ def draw_curves(results: dict[str, Any]) -> Figure:
         axis.axhline(row["exact"], **style.STYLES["exact"], linewidth=1, label="exact kernel")
         axis.set_xscale("log")
         style.ticks(axis, multiples)
-    return _with_legend(figure, axes[0])
+    style.legend(figure, axes[0], "upper center")
+    return figure
 
 
 def draw_search(results: dict[str, Any]) -> Figure:
@@ -53,7 +54,8 @@ def draw_search(results: dict[str, Any]) -> Figure:
         axis.plot(sigmas, found["exact"], **style.STYLES["exact"], label="exact kernel")
         axis.set_xscale("log")
         style.ticks(axis, [0.1, 0.3, 1, 2])
-    return _with_legend(figure, axes[0])
+    style.legend(figure, axes[0], "upper center")
+    return figure
 
 
 def _average(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,9 +90,3 @@ def _grid(names: Iterable[str], x_label: str, y_label: str) -> tuple[Figure, lis
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)
     return figure, list(grid.flat[: len(names)])
-
-
-def _with_legend(figure: Figure, axis: Axes) -> Figure:
-    handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
-    return figure
