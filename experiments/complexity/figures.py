@@ -32,24 +32,21 @@ def draw_times(results: dict[str, Any]) -> Figure:
     """Draws the milliseconds to draw W, to apply it to one vector and to apply it to a batch."""
     titles = {"draw": "draw W", "apply": "apply W to one vector"}
     titles["apply_batch"] = f"apply W to {results['num_vectors']:,} vectors"
-    figure = _figure(results["curves"], "ms", titles)
-    figure.axes[0].set_ylabel("ms (median)")
-    return figure
+    return _figure(results["curves"], "ms", titles, "ms (median)")
 
 
 def draw_memory(results: dict[str, Any]) -> Figure:
     """Draws the KiB that drawing a projection takes and that the projection holds."""
     titles = {"draw": "buffers to draw W", "held": "held by W"}
-    figure = _figure(results["curves"], "bytes", titles)
-    figure.axes[0].set_ylabel("KiB")
-    return figure
+    return _figure(results["curves"], "bytes", titles, "KiB")
 
 
-def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str]) -> Figure:
+def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str], y_label: str) -> Figure:
     """Draws one panel for each quantity; all matrices share one curve where they are applied."""
     figure, panels = style.subplots(
         2 + 3 * len(titles), 3.8, 1, len(titles), sharex=True, sharey=True
     )
+    panels[0].set_ylabel(y_label)
     lines: dict[str, Any] = {}
     for axes, (quantity, title) in zip(panels, titles.items(), strict=True):
         axes.set_title(title, fontsize=10)
@@ -59,7 +56,8 @@ def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str]) -> Fig
             if not one_of_all or name == "simplex":
                 look = MATRIX if one_of_all else _look(name)
                 what = "any matrix W" if one_of_all else label(name)
-                lines[what] = _curve(axes, points, measure, quantity, look)
+                dims = [point["dim"] for point in points]
+                [lines[what]] = axes.plot(dims, _values(points, measure, quantity), **look)
         _orders(axes, curves, measure, quantity)
         axes.set(xscale="log", yscale="log")
         axes.set_xticks([tick for tick in TICKS if tick <= points[-1]["dim"]])
@@ -71,11 +69,6 @@ def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str]) -> Fig
         lines.values(), lines.keys(), loc="outside right center", frameon=False, handlelength=3.5
     )
     return figure
-
-
-def _curve(axes: Axes, points: list[Any], measure: str, quantity: str, look: dict[str, Any]) -> Any:
-    dims = [point["dim"] for point in points]
-    return axes.plot(dims, _values(points, measure, quantity), **look)[0]
 
 
 def _values(points: list[Any], measure: str, quantity: str) -> np.ndarray:

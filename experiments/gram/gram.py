@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import pathlib
 from typing import Any
@@ -84,17 +85,12 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     pieces = resumable.Pieces(workdir, config)
     x = draw_points(config)
     sizes = [multiple * config.dim for multiple in config.multiples]
-    results: dict[str, Any] = {"num_features": sizes}
-    with tqdm.tqdm(total=len(sizes) * len(COUPLINGS), unit="curve point") as progress:
-        for coupling in COUPLINGS:
-            rows = []
-            for multiple, size in zip(config.multiples, sizes, strict=True):
-                num_trials = max(2, config.num_trials // multiple)
-                options = (x, size, coupling, num_trials, config)
-                errors = pieces.get(f"{coupling}-{size}", _all_trials, *options)
-                rows.append(_summary(errors, np.asarray(x), size, coupling))
-                progress.update()
-            results[coupling] = rows
+    results: dict[str, Any] = {"num_features": sizes, **{name: [] for name in COUPLINGS}}
+    points = [*itertools.product(COUPLINGS, zip(config.multiples, sizes, strict=True))]
+    for coupling, (multiple, size) in tqdm.tqdm(points, unit="curve point"):
+        options = (x, size, coupling, max(2, config.num_trials // multiple), config)
+        errors = pieces.get(f"{coupling}-{size}", _all_trials, *options)
+        results[coupling].append(_summary(errors, np.asarray(x), size, coupling))
     return files.finish(workdir, results, lambda: {"gram": draw_figure(results, config.dim)})
 
 
@@ -110,10 +106,8 @@ def _all_trials(
 
 
 def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: Coupling) -> dict[str, Any]:
-    return {
-        **trials.summary(errors),
-        "closed_form": None if coupling == "simplex_plus" else expected_error(x, size, coupling),
-    }
+    closed_form = None if coupling == "simplex_plus" else expected_error(x, size, coupling)
+    return {**trials.summary(errors), "closed_form": closed_form}
 
 
 def report(results: dict[str, Any]) -> str:
