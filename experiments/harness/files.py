@@ -10,8 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from experiments.harness import mistakes
-from experiments.harness.mistakes import UserError
+from experiments.harness.mistakes import UserError, user_mistakes, writing
 
 
 @contextlib.contextmanager
@@ -24,7 +23,7 @@ def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
     # NumPy and Matplotlib look at the suffix.
     partial = path.with_name(f"{path.stem}.partial{path.suffix}")
     try:
-        with mistakes.writing(path):
+        with writing(path):
             yield partial
             partial.replace(path)
     finally:
@@ -50,12 +49,10 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     Raises:
       UserError: If it cannot be read, or is not a whole JSON object.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    except (RecursionError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+    with user_mistakes(OSError, prefix=f"{path} cannot be read: "):
+        text = path.read_bytes()
+    with user_mistakes(RecursionError, ValueError, prefix=f"{path} is damaged: "):
+        content = json.loads(text)
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it must hold a JSON object, got {content!r:.80}.")
     return content

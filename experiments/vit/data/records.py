@@ -109,12 +109,10 @@ class Records:
           UserError: If an example cannot be read or decoded, or has a label that is no class; the
             message names the example.
         """
-        try:
+        which = f"Of the examples {indices} of {self.name} some"
+        # Each kind of storage, and of damage, has errors of its own.
+        with user_mistakes(Exception, prefix=f"{which} cannot be read: "):
             records = self.source.__getitems__(indices)
-        except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
-            raise UserError(
-                f"Of the examples {indices} of {self.name} some cannot be read: {error}"
-            ) from error
         return [self.decode(i, record) for i, record in zip(indices, records, strict=True)]
 
     def decode(self, index: int, record: bytes) -> Decoded:
@@ -125,7 +123,8 @@ class Records:
         """
         import tensorflow_datasets as tfds
 
-        try:
+        # Each kind of damage has errors of its own, of many types.
+        with user_mistakes(Exception, prefix=f"Example {index} of {self.name} is damaged: "):
             example = self.features.deserialize_example_np(
                 record, decoders={"image": tfds.decode.SkipDecoding()}
             )
@@ -133,8 +132,6 @@ class Records:
             if label is None:  # Of a file that shrinks while it is read, records come back empty.
                 raise ValueError("it has no label.")
             image = decode(example["image"], self.channels)
-        except Exception as error:  # Each kind of damage has errors of its own, of many types.
-            raise UserError(f"Example {index} of {self.name} is damaged: {error}") from error
         if not 0 <= label < self.num_classes:
             raise UserError(
                 f"Example {index} of {self.name} has the label {label}, and must have one from 0 "
@@ -237,10 +234,8 @@ def _check_whole(split: Any) -> None:
         from array_record.python import array_record_data_source
 
     def check(path: os.PathLike[str], length: int) -> None:
-        try:
+        with user_mistakes(Exception, prefix=f"{path} cannot be read: "):
             found = len(array_record_data_source.ArrayRecordDataSource(os.fspath(path)))
-        except Exception as error:
-            raise UserError(f"{path} cannot be read: {error}") from error
         if found != length:
             raise UserError(f"{path} should hold {length} examples, and holds {found}.")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.harness.mistakes import UserError
+from experiments.harness.mistakes import user_mistakes
 from experiments.vit.data import shuffle
 from experiments.vit.data.records import Decoded, Records
 
@@ -46,16 +46,13 @@ class Blocks:
                 break
             first -= file.stop - file.start
         first += file.start
-        try:
+        which = f"Of the examples {start} to {stop - 1} of {self._examples.name} some"
+        # Each kind of storage, and of damage, has errors of its own.
+        with user_mistakes(Exception, prefix=f"{which} cannot be read in {file.path}: "):
             records = self._open(file.path).read(first, first + stop - start)
             if not all(records):  # Of a file that shrinks while it is read.
                 raise OSError("a record is empty")
-            return records
-        except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
-            raise UserError(
-                f"Of the examples {start} to {stop - 1} of {self._examples.name} some cannot be "
-                f"read in {file.path}: {error}"
-            ) from error
+        return records
 
     def _open(self, path: str) -> Any:
         from array_record.python import array_record_module
