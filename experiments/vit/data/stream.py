@@ -33,6 +33,9 @@ class Batches:
       num_workers: Number of processes that make batches; 0 uses a thread of this process.
       num_parts: Parts of a batch, of which each worker always makes the same one: 1, or the number
         of workers.
+
+    Attributes:
+      skipped: Numbers of the batches that are skipped.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class Batches:
     ):
         self._make, self._num_steps, self._num_workers = make, num_steps, num_workers
         self._num_parts = num_parts
-        self._step, self._skipped = 0, range(0)
+        self._step, self.skipped = 0, range(0)
         self._iterator: grain.DatasetIterator | None = None
 
     def __enter__(self) -> Self:
@@ -68,25 +71,15 @@ class Batches:
         self._step += 1
         return batch
 
-    @property
-    def skipped(self) -> range:
-        """Returns the numbers of the batches that are skipped."""
-        return self._skipped
-
     def skip(self, batches: range) -> None:
         """Leaves out some batches to come; those after them come instead, and more at the end."""
         self.close()
-        self._skipped = batches
+        self.skipped = batches
 
     def get_state(self) -> dict[str, int]:
         """Returns the state that belongs in a checkpoint."""
-        if not self._skipped:
-            return {"step": self._step}
-        return {
-            "step": self._step,
-            "skipped_from": self._skipped.start,
-            "skipped_to": self._skipped.stop,
-        }
+        skipped = {"skipped_from": self.skipped.start, "skipped_to": self.skipped.stop}
+        return {"step": self._step} | (skipped if self.skipped else {})
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Goes on after the batches that were taken when this state was.
@@ -100,7 +93,7 @@ class Batches:
             )
         self.close()
         self._step = state["step"]
-        self._skipped = range(state.get("skipped_from", 0), state.get("skipped_to", 0))
+        self.skipped = range(state.get("skipped_from", 0), state.get("skipped_to", 0))
 
     def close(self) -> None:
         """Ends the workers."""
@@ -111,7 +104,7 @@ class Batches:
     def _start(self) -> grain.DatasetIterator:
         numbers = (step * self._num_parts for step in (self._step, self._num_steps))
         # Workers take turns, so each gets the same part of every batch.
-        first, missing = (n * self._num_parts for n in (self._skipped.start, len(self._skipped)))
+        first, missing = (n * self._num_parts for n in (self.skipped.start, len(self.skipped)))
         make = functools.partial(_make_shifted, self._make, first, missing)
         parts = grain.MapDataset.range(*numbers).map(make)
         ahead = parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
