@@ -110,7 +110,7 @@ def check_fields(
         seeds = {"seeds": 0} if "seeds" in fields else {}
         check_least(given, {**dict.fromkeys(integers, 1), **seeds, **least})
     if "seed" in given:
-        check_seed(given)
+        check_range("seed", given["seed"], SEEDS)
     if "seeds" in given:
         check_seeds(given["seeds"])
     return given
@@ -153,15 +153,6 @@ def check_one_of(name: str, value: object, known: Iterable[str]) -> None:
         checks.one_of(name, value, known)
 
 
-def check_seed(values: Mapping[str, Any]) -> None:
-    """Refuses a seed that ``jax.random.key`` does not tell apart from every other seed.
-
-    Raises:
-      UserError: If the seed is negative or too large.
-    """
-    check_range("seed", values["seed"], SEEDS)
-
-
 def check_seeds(seeds: Sequence[int]) -> None:
     """Refuses seeds that give no spread: fewer than two, one twice, or one that is no seed.
 
@@ -169,7 +160,7 @@ def check_seeds(seeds: Sequence[int]) -> None:
       UserError: If a seed is out of range, is there twice, or there are fewer than two.
     """
     for seed in seeds:
-        check_seed({"seed": seed})
+        check_range("seed", seed, SEEDS)
     if len(set(seeds)) != len(seeds) or len(seeds) < 2:
         raise UserError(f"config.seeds must be two or more, none twice, got {seeds}.")
 

@@ -47,7 +47,7 @@ def compare(
     for attention in attentions:
         config_fields.check_one_of("--compare", attention, ATTENTIONS)
     for seed in seeds:
-        config_fields.check_seed({"seed": seed})
+        config_fields.check_range("seed", seed, config_fields.SEEDS)
     if len({*attentions}) < len(attentions) or len({*seeds}) < len(seeds) or not seeds:
         raise UserError(
             "--compare and --seeds must each name something, and nothing twice, got "

@@ -48,9 +48,9 @@ def test_least_refuses(values, match):
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
 def test_seed_refuses(seed):
-    config_fields.check_seed({"seed": 2**32 - 1})
+    config_fields.check_range("seed", 2**32 - 1, config_fields.SEEDS)
     with pytest.raises(UserError, match=rf"config.seed must be from 0 to 2\^32 - 1, got {seed}"):
-        config_fields.check_seed({"seed": seed})
+        config_fields.check_range("seed", seed, config_fields.SEEDS)
 
 
 @pytest.mark.parametrize(
