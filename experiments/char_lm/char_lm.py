@@ -85,19 +85,16 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         trained = train.train(program(attention), text, config, seed=seed, name=name)
         return np.concatenate(trained)
 
-    def finish(attention: str, seed: int) -> dict[str, Any]:
+    runs: dict[str, dict[str, Any]] = {attention: {} for attention in config.attentions}
+    for seed, attention in itertools.product(config.seeds, config.attentions):
         name = f"{attention}-{seed}"
         kept = pieces.get(name, compute, attention, seed, name)
         losses, sample = np.split(kept, [len(steps)])
-        return {
+        runs[attention][str(seed)] = {
             "losses": losses.tolist(),
             "seconds": pieces.seconds(name),
             "sample": corpus.decode(sample.astype(int), text.alphabet),
         }
-
-    runs: dict[str, dict[str, Any]] = {attention: {} for attention in config.attentions}
-    for seed, attention in itertools.product(config.seeds, config.attentions):
-        runs[attention][str(seed)] = finish(attention, seed)
     results = {
         "python": platform.python_version(),
         "text": {
