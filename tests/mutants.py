@@ -143,9 +143,21 @@ MUTANTS = [
     ),
     Mutant(
         "simrf_jax/_src/attention/estimator.py",
-        "repeat_heads(jnp.asarray(x), groups, axis=0), part)",
-        "jnp.concatenate([jnp.asarray(x)] * groups), part)",
+        "repeat_heads(jnp.asarray(x), groups, axis=0)",
+        "jnp.concatenate([jnp.asarray(x)] * groups)",
         "tests/features/test_optimal_positive.py",
+    ),
+    Mutant(
+        f"{CORE}/exact_band.py",
+        "bandwidth >= max(lengths) - 1",
+        "bandwidth >= max(lengths) - 2",
+        "tests/attention/test_exact_band.py",
+    ),
+    Mutant(
+        f"{CORE}/state.py",
+        "beyond = [(0, 0, 0), (0, length - x.shape[1], 0)]",
+        "beyond = [(0, 0, 0), (length - x.shape[1], 0, 0)]",
+        "tests/attention/test_symbolic_lengths.py",
     ),
     Mutant(f"{CORE}/causal.py", "k=0 if self.with_own_key else -1", "k=0", MODES),
     Mutant(f"{CORE}/causal.py", "k=0 if self.with_own_key else -1", "k=1", MODES),
