@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax._src.attention.inputs.call import Inputs, contract
+from simrf_jax._src.attention.inputs.masks import Size
 
 # Queries in a block. Smaller blocks take longer, even for narrower bands; see benchmarks.near_field
 # --blocks.
@@ -28,7 +29,7 @@ class QueryBlocks(NamedTuple):
       band: ``[size, width]``, True where a key is within the bandwidth of a query.
     """
 
-    num_blocks: int
+    num_blocks: Size
     size: int
     history: int
     padding: int
@@ -55,8 +56,8 @@ class QueryBlocks(NamedTuple):
 
 
 def cut(
-    query_length: int,
-    key_length: int,
+    query_length: Size,
+    key_length: Size,
     bandwidth: int,
     is_causal: bool,
     block_size: SupportsIndex | None = None,
@@ -88,7 +89,7 @@ def cut(
 
 
 def _cut_length(
-    x: Shaped[Array, "B length *rest"], before: int, count: int, size: int, fill: float
+    x: Shaped[Array, "B length *rest"], before: int, count: Size, size: int, fill: float
 ) -> Shaped[Array, "B {count} {size} *rest"]:
     """Pads the length in front and splits it into ``[count, size]``."""
     padding = [(0, 0, 0)] * x.ndim

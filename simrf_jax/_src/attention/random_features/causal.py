@@ -26,6 +26,7 @@ from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures, compiled, hide
 from simrf_jax._src.attention.inputs.call import Inputs, contract
+from simrf_jax._src.attention.inputs.masks import Size
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
@@ -197,7 +198,7 @@ def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
 
 
 def stretch(
-    x: Shaped[Array, "B S *rest"], start: int, length: int, fill: float | None
+    x: Shaped[Array, "B S *rest"], start: int, length: Size, fill: float | None
 ) -> Shaped[Array, "B {length} *rest"]:
     """Returns ``length`` positions from ``start`` on, which may be negative, padded by ``pad``."""
     if isinstance(length, int) and isinstance(x.shape[1], int):  # Not symbolic, of jax.export.

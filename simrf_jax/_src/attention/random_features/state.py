@@ -259,8 +259,8 @@ def weigh(
 
 
 def pad(
-    x: Shaped[Array, "B length *rest"], before: int, after: int, fill: float | None
-) -> Shaped[Array, "B length+{before}+{after} *rest"]:
+    x: Shaped[Array, "B length *rest"], before: int, after: Size, fill: float | None
+) -> Shaped[Array, "B padded *rest"]:
     """Adds positions of ``fill`` at both ends, or copies of the outermost positions if None.
 
     A user's feature map sees padding too. On copies of a real key it is as finite as on the key
