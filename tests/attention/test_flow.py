@@ -90,7 +90,7 @@ FLOWS = {
     "exact band": (
         lambda q, k, v, w: random_feature_attention(q, k, v, w, exact_bandwidth=4),
         14,
-        103,
+        102,
         17,
     ),
 }

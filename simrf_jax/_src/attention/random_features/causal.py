@@ -30,7 +30,6 @@ from simrf_jax._src.attention.inputs.masks import Size
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
-    chunk_size_for,
     exp_in_units,
     join_length,
     largest,
@@ -269,7 +268,9 @@ def _scan_chunks(
 ) -> tuple[Scanned, AttentionState]:
     """Returns the sums each query reads of the state and earlier keys (and its own key)."""
     length = tokens.value.shape[1]
-    size = chunk_size_for(length, chunk_size)
+    size = chunk_size
+    if isinstance(length, int):  # Not symbolic, of jax.export.
+        size = min(size, 1 << max(length - 1, 0).bit_length())
     chunks = Tokens(
         split_length(tokens.query, size, None),
         split_length(tokens.key, size, None),

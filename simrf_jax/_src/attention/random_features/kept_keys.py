@@ -25,7 +25,6 @@ from simrf_jax._src.attention.random_features.causal import (
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
-    chunk_size_for,
     exp_in_units,
     join_length,
     largest,
@@ -138,7 +137,9 @@ class Division(NamedTuple):
           with_own_key: True if a query sees the key at its own position.
         """
         length, segments = inputs.key.shape[1], inputs.segments
-        size = chunk_size_for(length, chunk_size)
+        size = chunk_size
+        if isinstance(length, int):  # Not symbolic, of jax.export.
+            size = min(size, 1 << max(length - 1, 0).bit_length())
         keys = KeptKeys.of(inputs, features)
         chunks = _Chunk(
             split_length(inputs.query, size, None),

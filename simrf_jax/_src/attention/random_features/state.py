@@ -276,13 +276,6 @@ def pad(
     return jnp.concatenate([ends[0], x, ends[1]], axis=1)
 
 
-def chunk_size_for(length: Size, chunk_size: int) -> int:
-    """Returns a number of tokens per chunk, no more than there are; both are powers of two."""
-    if not isinstance(length, int):  # Symbolic, of jax.export.
-        return chunk_size
-    return min(chunk_size, 1 << max(length - 1, 0).bit_length())
-
-
 def split_length(tree: Tree, size: int, fill: float | None) -> Tree:
     """Splits arrays ``[B, length, ...]`` into ``[chunks, B, size, ...]``, padded by ``pad``."""
 
