@@ -50,9 +50,9 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
       UserError: If it cannot be read, or is not a whole JSON object.
     """
     with user_mistakes(OSError, prefix=f"{path} cannot be read: "):
-        text = path.read_bytes()
+        encoded = path.read_bytes()
     with user_mistakes(RecursionError, ValueError, prefix=f"{path} is damaged: "):
-        content = json.loads(text)
+        content = json.loads(encoded)
     if not isinstance(content, dict):
         raise UserError(f"{path} is damaged: it must hold a JSON object, got {content!r:.80}.")
     return content

@@ -31,7 +31,10 @@ def attend(q, k, v, options):
     return random_feature_attention(q, k, v, projection(), **options)
 
 
-@pytest.mark.parametrize("name", slow_but(["causal", "exact band"], list(CALLS)))
+SOME_CALLS = ["causal", "packed", "exact band", "exact keys"]
+
+
+@pytest.mark.parametrize("name", slow_but(SOME_CALLS, list(CALLS)))
 def test_one_program_takes_every_length(name):
     own = functools.partial(attend, options=CALLS[name])
     (length,) = jax.export.symbolic_shape("T")

@@ -213,7 +213,7 @@ def _spline(kernel: ScaleMixture, dim: int) -> Float64[np.ndarray, "4 pieces"]:
 
 
 def chi_of_normal(normal: Float64[np.ndarray, "*shape"], dim: int) -> Float64[np.ndarray, "*shape"]:
-    r"""Maps standard normal variables to chi variables with d degrees of freedom, in NumPy."""
+    """Maps standard normal variables to chi variables with d degrees of freedom, in NumPy."""
     from scipy import special
 
     # XLA has no inverse of the incomplete gamma function, and its incomplete gamma function loses

@@ -115,11 +115,10 @@ def banded_attention(
                  {\sum_{|t - s| \le k} e^{\text{scale} \, q_t \cdot k_s + b_s}}
 
     with k the bandwidth and b the bias; positions count from 0 in queries and keys. It equals
-    ``jax.nn.dot_product_attention`` with ``local_window_size=k``, with the same layout, defaults
-    and meaning of masks, in time and memory :math:`O(T k)`: blocks of queries attend to the keys
-    around them.
-    FMMformers add a far field to it, ``random_feature_attention``, and normalize each field
-    separately.
+    ``jax.nn.dot_product_attention(..., local_window_size=k)`` and has the same layout, defaults and
+    meaning of masks. It takes time and memory :math:`O(T k)`: blocks of queries attend to the keys
+    around them. FMMformers add a far field to it, ``random_feature_attention``, and normalize each
+    field separately.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.

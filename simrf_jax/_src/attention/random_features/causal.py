@@ -268,17 +268,14 @@ def _scan_chunks(
 ) -> tuple[Scanned, AttentionState]:
     """Returns the sums each query reads of the state and earlier keys (and its own key)."""
     length = tokens.value.shape[1]
-    size = chunk_size
-    if isinstance(length, int):  # Not symbolic, of jax.export.
-        size = min(size, 1 << max(length - 1, 0).bit_length())
     chunks = Tokens(
-        split_length(tokens.query, size, None),
-        split_length(tokens.key, size, None),
-        split_length(tokens.value, size, 0),
-        split_length(tokens.log_weights, size, -jnp.inf),
+        split_length(tokens.query, chunk_size, None),
+        split_length(tokens.key, chunk_size, None),
+        split_length(tokens.value, chunk_size, 0),
+        split_length(tokens.log_weights, chunk_size, -jnp.inf),
         # Padding joins the last segment, because the returned state is that of its keys.
-        split_length(tokens.query_segments, size, None),
-        split_length(tokens.key_segments, size, None),
+        split_length(tokens.query_segments, chunk_size, None),
+        split_length(tokens.key_segments, chunk_size, None),
     )
     segment = None
     if tokens.key_segments is not None:

@@ -137,20 +137,17 @@ class Division(NamedTuple):
           with_own_key: True if a query sees the key at its own position.
         """
         length, segments = inputs.key.shape[1], inputs.segments
-        size = chunk_size
-        if isinstance(length, int):  # Not symbolic, of jax.export.
-            size = min(size, 1 << max(length - 1, 0).bit_length())
         keys = KeptKeys.of(inputs, features)
         chunks = _Chunk(
-            split_length(inputs.query, size, None),
+            split_length(inputs.query, chunk_size, None),
             KeptKeys(
-                split_length(keys.key, size, None),
-                split_length(keys.value, size, 0),
-                split_length(keys.log_weights, size, -jnp.inf),
-                split_length(keys.score, size, -jnp.inf),
+                split_length(keys.key, chunk_size, None),
+                split_length(keys.value, chunk_size, 0),
+                split_length(keys.log_weights, chunk_size, -jnp.inf),
+                split_length(keys.score, chunk_size, -jnp.inf),
             ),
-            split_length(query_segments, size, None),
-            split_length(segments, size, None),
+            split_length(query_segments, chunk_size, None),
+            split_length(segments, chunk_size, None),
         )
         segment = None if segments is None else jnp.sum(segments[:, :1], 1, segments.dtype)
         step = jax.checkpoint(functools.partial(_divide_chunk, with_own_key), prevent_cse=False)

@@ -213,7 +213,7 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
 def take_keys(
     x: Shaped[Array, "B S K *rest"], position: Integer[Array, "B g K"]
 ) -> Shaped[Array, "B g K *rest"]:
-    """Returns ``[B, g, K, ...]``, what keys have at positions, which are clipped to the length."""
+    """Returns ``[B, g, K, ...]``, the entries at positions, which are clipped to the length."""
     index = position.reshape(*position.shape, *(1,) * (x.ndim - 3))
     return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
@@ -277,12 +277,18 @@ def pad(
 
 
 def split_length(tree: Tree, size: int, fill: float | None) -> Tree:
-    """Splits arrays ``[B, length, ...]`` into ``[chunks, B, size, ...]``, padded by ``pad``."""
+    """Splits arrays ``[B, length, ...]`` into ``[chunks, B, size, ...]``, padded by ``pad``.
+
+    The size of a chunk is at most the least power of two that the length fits into.
+    """
 
     def split(x: Shaped[Array, "B length *rest"]) -> Shaped[Array, "chunks B size *rest"]:
-        chunks = -(-x.shape[1] // size)
-        x = pad(x, 0, chunks * size - x.shape[1], fill)
-        return jnp.moveaxis(x.reshape(x.shape[0], chunks, size, *x.shape[2:]), 1, 0)
+        length, chunk = x.shape[1], size
+        if isinstance(length, int):  # Not symbolic, of jax.export.
+            chunk = min(size, 1 << max(length - 1, 0).bit_length())
+        count = -(-length // chunk)
+        x = pad(x, 0, count * chunk - length, fill)
+        return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
 
     return jax.tree.map(split, tree)
 
@@ -295,7 +301,7 @@ def join_length(tree: Tree, length: Size) -> Tree:
         x = x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
         if isinstance(length, int):
             return x[:, :length]
-        # jax.export does not know that a symbolic length is the shorter one.
+        # x[:, :length] has the length only if jax.export knows that it is the shorter one.
         beyond = [(0, 0, 0), (0, length - x.shape[1], 0)] + [(0, 0, 0)] * (x.ndim - 2)
         return jax.lax.pad(x, jnp.zeros((), x.dtype), beyond)
 
