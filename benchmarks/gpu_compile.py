@@ -47,21 +47,31 @@ COUNTS = ("launches", "MiB", "spilled", "shared")
 SLACK = 1.02
 
 
+def segment_ids(tokens, is_packed):
+    """Returns the ids of segments of one length, or None if sequences are not packed."""
+    length = tokens.shape[1]
+    ids = jnp.broadcast_to(jnp.arange(length) * SEGMENTS // length, tokens.shape[:2])
+    return ids if is_packed else None
+
+
 def in_kernels(q, k, v, w, is_causal=False, bandwidth=None, is_packed=False):
     """Attends in the fused kernels, which without a GPU refuse a call from outside."""
     estimator = RandomFeatureMechanism(w, exact_bandwidth=bandwidth)
-    length, ids = q.shape[1], None
-    if is_packed:
-        ids = jnp.broadcast_to(jnp.arange(length) * SEGMENTS // length, q.shape[:2])
-    call = Call.of(q, k, v, is_causal=is_causal, segment_ids=ids)
+    call = Call.of(q, k, v, is_causal=is_causal, segment_ids=segment_ids(q, is_packed))
     return backend.attend_compiled(estimator, call, interpret=None)
 
 
-def by_xla(q, k, v, w, is_causal=False):
+def by_xla(q, k, v, w, is_causal=False, bandwidth=None, is_packed=False):
     """Attends by XLA, with the chunks that are the default where there is a GPU."""
-    options = {"chunk_size": CHUNK_SIZE_ON_GPUS} if is_causal else {}
+    in_order = is_causal or is_packed or bandwidth is not None
+    options = {"chunk_size": CHUNK_SIZE_ON_GPUS} if in_order else {}
     return random_feature_attention(
-        q, k, v, w, is_causal=is_causal, implementation="xla", **options
+        *(q, k, v, w),
+        is_causal=is_causal,
+        exact_bandwidth=bandwidth,
+        segment_ids=segment_ids(q, is_packed),
+        implementation="xla",
+        **options,
     )
 
 
@@ -91,11 +101,12 @@ def measure(name, attend, size):
 
 def programs():
     """Yields the name of each program, and the GPU, the function and the size to compile it for."""
-    causal = functools.partial(by_xla, is_causal=True)
+    of_xla = {name: functools.partial(by_xla, **options) for name, options in ORDERED.items()}
     cases = [(f"kernels{name}", "H200", in_kernels, size) for name, size in SIZES.items()]
     cases += [(f"XLA{name}", "H200", by_xla, size) for name, size in SIZES.items()]
     cases += [(f"XLA, {name}", name, by_xla, USUAL) for name in ("A100", "T4")]
-    cases += [("XLA, causal", "H200", causal, USUAL), ("XLA, causal, T4", "T4", causal, USUAL)]
+    cases += [(f"XLA, {name}", "H200", attend, USUAL) for name, attend in of_xla.items()]
+    cases += [("XLA, causal, T4", "T4", of_xla["causal"], USUAL)]
     for name, options in ORDERED.items():
         attend = functools.partial(in_kernels, **options)
         yield f"kernels, {name}", "H200", attend, USUAL

@@ -168,10 +168,12 @@ def packed_attention(
       after: State of later keys of the last segment.
       chunk_size: A power of two.
     """
-    tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=True)
-    later, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, with_own_key=False)
-    return up_to._replace(readout=up_to.readout.add(flip(later.readout)))
+    up_to = Tokens.of(inputs, inputs.segments)
+    # Its own key of this pairing is the next one, so both scans read the keys at their positions.
+    later = Tokens.of(one_key_for_each_query(inputs, 1), inputs.segments)
+    return scan_both_ways(
+        up_to, later, features, before, after, chunk_size=chunk_size, with_own_key=True
+    )[0]
 
 
 def flip(tree: Tree) -> Tree:
@@ -256,6 +258,46 @@ def scan(
     static = ("chunk_size", "with_own_key")
     program = compiled(_scan_chunks, features.feature_map, *static, inline=False)
     return program(features, tokens, state, chunk_size=chunk_size, with_own_key=with_own_key)
+
+
+def scan_both_ways(
+    earlier: Tokens,
+    later: Tokens,
+    features: HeadMaps,
+    before: AttentionState,
+    after: AttentionState,
+    *,
+    chunk_size: int,
+    with_own_key: bool,
+) -> tuple[Scanned, AttentionState]:
+    """Lets each query read the keys before its position, and the keys of others after it.
+
+    One scan goes through the sequence and its reverse, side by side on an axis of their own. Two
+    scans, one after the other, have twice as many operations, which a GPU launches one by one.
+
+    Args:
+      earlier: Queries, and the keys that they read if these are at positions before their own.
+      later: The same queries, and the keys that they read if these are at later positions.
+      features: Their feature maps.
+      before: State of the keys before those of ``earlier``, which all queries read.
+      after: State of the keys after those of ``later``, which all queries read.
+      chunk_size: A power of two.
+      with_own_key: True if a query also reads the keys at its own position.
+
+    Returns:
+      The sums that the queries read, and the state of ``before`` and all keys of ``earlier``.
+    """
+    earlier, mapped = _map_custom(earlier, features)
+    later, _ = _map_custom(flip(later), features)
+    both = jax.tree.map(lambda *x: jnp.stack(x), (earlier, before), (later, after))
+    read, state = jax.vmap(
+        lambda tokens, state: scan(
+            tokens, mapped, state, chunk_size=chunk_size, with_own_key=with_own_key
+        )
+    )(*both)
+    first, second = (jax.tree.map(lambda x, way=way: x[way], read) for way in (0, 1))
+    readout = first.readout.add(flip(second.readout))
+    return first._replace(readout=readout), jax.tree.map(lambda x: x[0], state)
 
 
 def _scan_chunks(

@@ -25,10 +25,10 @@ from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice
 from simrf_jax._src.attention.inputs.call import Inputs
 from simrf_jax._src.attention.random_features.causal import (
     Tokens,
-    flip,
     in_units_of_the_kernel,
     one_key_for_each_query,
     scan,
+    scan_both_ways,
 )
 from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
 from simrf_jax._src.attention.random_features.kept_keys import Division, ExactKeysState
@@ -158,12 +158,16 @@ class Fields(NamedTuple):
             )
             readout, earlier, before = readout.add(divided.near), divided.far, before.far
         tokens = Tokens.of(earlier, self.segments)
-        read, far_state = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=False)
+        if self.later is None or after is None:
+            read, far_state = scan(
+                tokens, features, before, chunk_size=chunk_size, with_own_key=False
+            )
+        else:
+            later = Tokens.of(self.later, self.segments)
+            read, far_state = scan_both_ways(
+                tokens, later, features, before, after, chunk_size=chunk_size, with_own_key=False
+            )
         readout = in_units_of_the_kernel(read).add(readout)
-        if self.later is not None and after is not None:
-            tokens = flip(Tokens.of(self.later, self.segments))
-            read, _ = scan(tokens, features, after, chunk_size=chunk_size, with_own_key=False)
-            readout = readout.add(in_units_of_the_kernel(flip(read)))
         if more is not None:
             readout = readout.add(more)
         state = far_state if divided is None else ExactKeysState(divided.kept, far_state)
