@@ -1,6 +1,9 @@
 """Queries, keys, values and projections to attend with."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax import Projection, calibrate, draw_projection
@@ -29,9 +32,17 @@ def inputs(
 
 
 def projection(num_features=11, dim=8, heads=None, coupling="simplex"):
-    keys = jax.random.split(jax.random.key(1), heads or 1)
-    w = jax.vmap(lambda key: draw_projection(key, num_features, dim, coupling=coupling))(keys)
-    return w if heads else w[0]
+    w = _drawn(num_features, dim, heads or 1, coupling)
+    return jnp.asarray(w if heads else w[0])
+
+
+@functools.cache
+def _drawn(num_features, dim, heads, coupling):
+    """Draws W once for all tests, outside of what may trace, map or shard one of them."""
+    with jax.ensure_compile_time_eval():
+        keys = jax.random.split(jax.random.key(1), heads)
+        draws = [draw_projection(key, num_features, dim, coupling=coupling) for key in keys]
+    return np.stack(draws)
 
 
 def map_and_rows(kind, query, key, heads=2):

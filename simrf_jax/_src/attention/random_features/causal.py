@@ -295,9 +295,9 @@ def scan_both_ways(
             tokens, mapped, state, chunk_size=chunk_size, with_own_key=with_own_key
         )
     )(*both)
-    first, second = (jax.tree.map(lambda x, way=way: x[way], read) for way in (0, 1))
-    readout = first.readout.add(flip(second.readout))
-    return first._replace(readout=readout), jax.tree.map(lambda x: x[0], state)
+    forward, state = jax.tree.map(lambda x: x[0], (read, state))
+    backward = jax.tree.map(lambda x: x[1], read)
+    return forward._replace(readout=forward.readout.add(flip(backward.readout))), state
 
 
 def _scan_chunks(
