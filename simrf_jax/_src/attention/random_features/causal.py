@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import jax
 import jax.custom_batching
@@ -39,8 +39,6 @@ from simrf_jax._src.attention.random_features.state import (
     with_ones,
 )
 from simrf_jax._src.features import FeatureMap, LogFeatures, Side, calls_function
-
-Tree = TypeVar("Tree")
 
 # Fractions of the largest exponent of the contraction dtype by which keys may exceed their unit.
 # With the first, sums over values up to 2**30 are finite, and values down to 2**-30 over such a
@@ -148,7 +146,7 @@ def causal_attention(
     if inputs.key.shape[1] != inputs.query.shape[1]:
         inputs = one_key_for_each_query(inputs, 0)
     tokens = Tokens.of(inputs, inputs.segments)
-    return scan(tokens, features, state, chunk_size=chunk_size, with_own_key=True)
+    return scan(tokens, state, features, chunk_size=chunk_size, with_own_key=True)
 
 
 def packed_attention(
@@ -172,13 +170,8 @@ def packed_attention(
     # Its own key of this pairing is the next one, so both scans read the keys at their positions.
     later = Tokens.of(one_key_for_each_query(inputs, 1), inputs.segments)
     return scan_both_ways(
-        up_to, later, features, before, after, chunk_size=chunk_size, with_own_key=True
+        up_to, later, before, after, features, chunk_size=chunk_size, with_own_key=True
     )[0]
-
-
-def flip(tree: Tree) -> Tree:
-    """Returns arrays ``[B, T, ...]`` in the reverse order of their positions."""
-    return jax.tree.map(functools.partial(jnp.flip, axis=1), tree)
 
 
 def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
@@ -236,8 +229,8 @@ def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
 
 def scan(
     tokens: Tokens,
-    features: HeadMaps,
     state: AttentionState,
+    features: HeadMaps,
     *,
     chunk_size: int,
     with_own_key: bool,
@@ -246,8 +239,8 @@ def scan(
 
     Args:
       tokens: Queries and keys.
-      features: Their feature maps.
       state: State of the keys before the first.
+      features: Their feature maps.
       chunk_size: A power of two.
       with_own_key: True if a query also reads the key at its own position.
 
@@ -263,9 +256,9 @@ def scan(
 def scan_both_ways(
     earlier: Tokens,
     later: Tokens,
-    features: HeadMaps,
     before: AttentionState,
     after: AttentionState,
+    features: HeadMaps,
     *,
     chunk_size: int,
     with_own_key: bool,
@@ -278,26 +271,26 @@ def scan_both_ways(
     Args:
       earlier: Queries, and the keys that they read if these are at positions before their own.
       later: The same queries, and the keys that they read if these are at later positions.
-      features: Their feature maps.
       before: State of the keys before those of ``earlier``, which all queries read.
       after: State of the keys after those of ``later``, which all queries read.
+      features: The feature maps.
       chunk_size: A power of two.
       with_own_key: True if a query also reads the keys at its own position.
 
     Returns:
       The sums that the queries read, and the state of ``before`` and all keys of ``earlier``.
     """
+    in_reverse = functools.partial(jax.tree.map, functools.partial(jnp.flip, axis=1))
     earlier, mapped = _map_custom(earlier, features)
-    later, _ = _map_custom(flip(later), features)
+    later, _ = _map_custom(in_reverse(later), features)
     both = jax.tree.map(lambda *x: jnp.stack(x), (earlier, before), (later, after))
-    read, state = jax.vmap(
-        lambda tokens, state: scan(
-            tokens, mapped, state, chunk_size=chunk_size, with_own_key=with_own_key
-        )
-    )(*both)
+    one_way = functools.partial(
+        scan, features=mapped, chunk_size=chunk_size, with_own_key=with_own_key
+    )
+    read, state = jax.vmap(one_way)(*both)
     forward, state = jax.tree.map(lambda x: x[0], (read, state))
     backward = jax.tree.map(lambda x: x[1], read)
-    return forward._replace(readout=forward.readout.add(flip(backward.readout))), state
+    return forward._replace(readout=forward.readout.add(in_reverse(backward.readout))), state
 
 
 def _scan_chunks(
@@ -324,7 +317,7 @@ def _scan_chunks(
         # The state belongs to the first segment, whose number is 0 if there are no tokens.
         segment = jnp.sum(tokens.key_segments[:, :1], 1, tokens.key_segments.dtype)
     attend = jax.checkpoint(
-        lambda carry, chunk: _attend_chunk(features, with_own_key, carry, chunk), prevent_cse=False
+        functools.partial(_attend_chunk, features, with_own_key), prevent_cse=False
     )
     carry, scanned = jax.lax.scan(attend, Carry(*state.split_poisoned(), segment), chunks)
     return join_length(scanned, length), carry.state.poison(carry.poisoned)
@@ -451,12 +444,7 @@ def _any(flags: Bool[Array, " *shape"]) -> Bool[Array, ""]:
     return jnp.any(flags)
 
 
-@_any.def_vmap
-def _any_of_all(
-    size: int, is_batched: list[bool], flags: Bool[Array, " B *shape"]
-) -> tuple[Bool[Array, ""], bool]:
-    del size, is_batched
-    return _any(flags), False
+_any.def_vmap(lambda _, __, flags: (_any(flags), False))
 
 
 def _units(

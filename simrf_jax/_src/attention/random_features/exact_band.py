@@ -160,12 +160,12 @@ class Fields(NamedTuple):
         tokens = Tokens.of(earlier, self.segments)
         if self.later is None or after is None:
             read, far_state = scan(
-                tokens, features, before, chunk_size=chunk_size, with_own_key=False
+                tokens, before, features, chunk_size=chunk_size, with_own_key=False
             )
         else:
             later = Tokens.of(self.later, self.segments)
             read, far_state = scan_both_ways(
-                tokens, later, features, before, after, chunk_size=chunk_size, with_own_key=False
+                tokens, later, before, after, features, chunk_size=chunk_size, with_own_key=False
             )
         readout = in_units_of_the_kernel(read).add(readout)
         if more is not None:
