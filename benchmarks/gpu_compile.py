@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import command_line, gpu
-from simrf_jax import RandomFeatureMechanism, random_feature_attention
+from simrf_jax import RandomFeatureMechanism
 from simrf_jax._src.attention.estimator import CHUNK_SIZE_ON_GPUS
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.pallas_gpu import backend
@@ -47,32 +47,27 @@ COUNTS = ("launches", "MiB", "spilled", "shared")
 SLACK = 1.02
 
 
-def segment_ids(tokens, is_packed):
-    """Returns the ids of segments of one length, or None if sequences are not packed."""
+def segment_ids(tokens):
+    """Returns the ids of segments of one length."""
     length = tokens.shape[1]
-    ids = jnp.broadcast_to(jnp.arange(length) * SEGMENTS // length, tokens.shape[:2])
-    return ids if is_packed else None
+    return jnp.broadcast_to(jnp.arange(length) * SEGMENTS // length, tokens.shape[:2])
 
 
 def in_kernels(q, k, v, w, is_causal=False, bandwidth=None, is_packed=False):
     """Attends in the fused kernels, which without a GPU refuse a call from outside."""
     estimator = RandomFeatureMechanism(w, exact_bandwidth=bandwidth)
-    call = Call.of(q, k, v, is_causal=is_causal, segment_ids=segment_ids(q, is_packed))
+    ids = segment_ids(q) if is_packed else None
+    call = Call.of(q, k, v, is_causal=is_causal, segment_ids=ids)
     return backend.attend_compiled(estimator, call, interpret=None)
 
 
 def by_xla(q, k, v, w, is_causal=False, bandwidth=None, is_packed=False):
     """Attends by XLA, with the chunks that are the default where there is a GPU."""
-    in_order = is_causal or is_packed or bandwidth is not None
-    options = {"chunk_size": CHUNK_SIZE_ON_GPUS} if in_order else {}
-    return random_feature_attention(
-        *(q, k, v, w),
-        is_causal=is_causal,
-        exact_bandwidth=bandwidth,
-        segment_ids=segment_ids(q, is_packed),
-        implementation="xla",
-        **options,
+    mechanism = RandomFeatureMechanism(
+        w, exact_bandwidth=bandwidth, chunk_size=CHUNK_SIZE_ON_GPUS, implementation="xla"
     )
+    ids = segment_ids(q) if is_packed else None
+    return mechanism.attend(q, k, v, is_causal=is_causal, segment_ids=ids)
 
 
 def with_gradient(attend, places=(0, 1, 2, 3)):

@@ -186,6 +186,12 @@ MUTANTS = [
         f"{MODES} tests/attention/test_causal.py",
     ),
     Mutant(
+        f"{CORE}/causal.py",
+        "one_key_for_each_query(inputs, 1)",
+        "one_key_for_each_query(inputs, 0)",
+        MODES,
+    ),
+    Mutant(
         f"{CORE}/exact_band.py",
         "one_key_for_each_query(far, history + bandwidth)",
         "one_key_for_each_query(far, history + bandwidth + 1)",

@@ -38,7 +38,7 @@ def projection(num_features=11, dim=8, heads=None, coupling="simplex"):
 
 @functools.cache
 def _drawn(num_features, dim, heads, coupling):
-    """Draws W once for all tests, outside of what may trace, map or shard one of them."""
+    """Draws W once for all tests, even if the first of them traces, maps or shards its arrays."""
     with jax.ensure_compile_time_eval():
         keys = jax.random.split(jax.random.key(1), heads)
         draws = [draw_projection(key, num_features, dim, coupling=coupling) for key in keys]

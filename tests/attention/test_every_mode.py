@@ -18,14 +18,10 @@ from tests.attention.reference import relative_error
 from tests.tiers import slow_but
 
 
-@functools.cache
-def weights(num_features, heads):
-    return projection(num_features, DIM, heads=heads, coupling="orthogonal")
-
-
 def arguments(mode, scale, dtype=jnp.float32, **shape):
     q, k, v = inputs(**(mode.shape | {"scale": scale} | shape))
-    w = weights(mode.num_features, mode.shape["key_heads"])
+    heads = mode.shape["key_heads"]
+    w = projection(mode.num_features, DIM, heads=heads, coupling="orthogonal")
     return (*(x.astype(dtype) for x in (q, k, v)), w)
 
 

@@ -167,6 +167,28 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"segment_ids": np.repeat([0, 1], 16)}, {"exact_bandwidth": 3}],
+    ids=["packed", "exact band"],
+)
+def test_a_callable_may_call_the_host_under_jit(options):
+    q, k, v = inputs(scale=0.5)
+
+    def on_host(x):
+        return jax.pure_callback(np.exp, jax.typeof(x), x)  # It has no rule for vmap.
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def attend(exp, q, k, v, w):
+        def features(x, w):
+            return exp(x @ w.T - jnp.sum(jnp.square(x), axis=-1, keepdims=True) / 2)
+
+        return random_feature_attention(q, k, v, w, feature_map=features, **options)
+
+    actual = attend(on_host, q, k, v, projection())
+    np.testing.assert_allclose(actual, attend(jnp.exp, q, k, v, projection()), atol=1e-5)
+
+
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_feature_maps_are_pytrees_that_share_their_programs_with_no_other(name):
     leaves, structure = jax.tree.flatten(FEATURE_MAPS[name])

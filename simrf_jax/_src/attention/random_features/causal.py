@@ -82,7 +82,7 @@ class Tokens(NamedTuple):
       log_weights: ``[B, T, K]``.
       query_segments: ``[B, T]``, or None.
       key_segments: ``[B, T]``, or None. They equal those of the queries, unless keys were moved to
-        later positions. They never decrease with the position.
+        other positions. The keys of a segment are next to each other.
     """
 
     query: Float[Array, "B T K G H"] | LogFeatures
@@ -167,11 +167,12 @@ def packed_attention(
       chunk_size: A power of two.
     """
     up_to = Tokens.of(inputs, inputs.segments)
-    # Its own key of this pairing is the next one, so both scans read the keys at their positions.
+    # Paired with the next key, a query reads its own key here too, so one scan does for both.
     later = Tokens.of(one_key_for_each_query(inputs, 1), inputs.segments)
-    return scan_both_ways(
+    read, _ = scan_both_ways(
         up_to, later, before, after, features, chunk_size=chunk_size, with_own_key=True
-    )[0]
+    )
+    return read
 
 
 def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
@@ -211,13 +212,8 @@ class _Given(FeatureMap):
 
 
 def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
-    """Replaces tokens, outside jit, by the features that a user's function gives them.
-
-    The scan is compiled once for feature maps that are pytrees. User functions are not cached: they
-    may be impure.
-    """
-    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, features)))
-    if traced or not calls_function(features.feature_map):
+    """Replaces tokens by the features that a user's function, if there is one, gives them."""
+    if not calls_function(features.feature_map):
         return tokens, features
     log_features = features.feature_map.log_features_of_heads
     tokens = tokens._replace(
@@ -247,7 +243,10 @@ def scan(
     Returns:
       The sums that the queries read, and the state of all keys, as in ``causal_attention``.
     """
-    tokens, features = _map_custom(tokens, features)
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, features)))
+    if not traced:
+        # Then the scan is compiled once, although user functions, maybe impure, are not cached.
+        tokens, features = _map_custom(tokens, features)
     static = ("chunk_size", "with_own_key")
     program = compiled(_scan_chunks, features.feature_map, *static, inline=False)
     return program(features, tokens, state, chunk_size=chunk_size, with_own_key=with_own_key)
@@ -263,14 +262,15 @@ def scan_both_ways(
     chunk_size: int,
     with_own_key: bool,
 ) -> tuple[Scanned, AttentionState]:
-    """Lets each query read the keys before its position, and the keys of others after it.
+    """Lets each query read the keys of one pairing before its own, and those of another after it.
 
     One scan goes through the sequence and its reverse, side by side on an axis of their own. Two
-    scans, one after the other, have twice as many operations, which a GPU launches one by one.
+    scans, one after the other, have twice as many operations, which a GPU launches one by one. A
+    user's function is called before the scan, also under jit, because it may not work under vmap.
 
     Args:
-      earlier: Queries, and the keys that they read if these are at positions before their own.
-      later: The same queries, and the keys that they read if these are at later positions.
+      earlier: Queries and keys. A query reads the keys at earlier positions.
+      later: The same queries and other keys. A query reads the keys at later positions.
       before: State of the keys before those of ``earlier``, which all queries read.
       after: State of the keys after those of ``later``, which all queries read.
       features: The feature maps.
