@@ -38,7 +38,7 @@ def at_row(step, action, *paths):
 
 
 def wait():
-    """Waits to be killed."""
+    """Waits to be killed or interrupted."""
     time.sleep(600)
 
 
