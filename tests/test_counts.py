@@ -53,7 +53,7 @@ def test_few_signatures_spell_out_the_arguments_of_a_call():
         for path, node in nodes(ast.FunctionDef)
         if "key_value_seq_lengths" in {x.arg for x in (*node.args.args, *node.args.kwonlyargs)}
     ]
-    assert len(found) <= 6, found
+    assert len(found) <= 5, found
 
 
 def test_kinds_of_projections_are_asked_for_in_few_places():

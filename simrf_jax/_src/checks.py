@@ -148,6 +148,18 @@ def scalar(name: str, value: ArrayLike, *, sign: Sign = "any") -> None:
         raise ValueError(f"{name} must be {sign}, got {value}.")
 
 
+def is_traced(tree: Any) -> bool:
+    """Returns whether some array of a pytree is traced, so that not all values are known."""
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+def are_finite(tree: Any) -> bool:
+    """Returns whether all numbers of a pytree are finite, or some are traced."""
+    if is_traced(tree):
+        return True
+    return all(np.all(np.isfinite(leaf)) for leaf in jax.device_get(jax.tree.leaves(tree)))
+
+
 def _is_real(dtype: DTypeLike) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 

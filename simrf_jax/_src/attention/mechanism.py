@@ -220,7 +220,7 @@ def flatten(state: Arrays, expected: Arrays, batch: Shape) -> Arrays:
     return jax.tree.map(lambda x: x.reshape(math.prod(batch), *x.shape[len(batch) :]), state)
 
 
-def unflatten(state: Arrays, batch: Shape) -> Arrays:
+def unflatten(state: State, batch: Shape) -> State:
     """Returns a state with the leading shape of the tokens."""
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), state)
 

@@ -139,22 +139,17 @@ def check_tokens(
 
 def check_moments(name: str, moments: Moments) -> None:
     """Raises ``ValueError`` if moments are known to be empty or not finite."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in moments):
-        return
-    if not all(np.all(np.isfinite(leaf)) for leaf in jax.device_get(moments)):
+    if not checks.are_finite(moments):
         raise ValueError(
             f"{name} and its squares must be finite at all tokens that are not padding."
         )
-    if not np.all(jax.device_get(moments.num_vectors) > 0):
+    if not checks.is_traced(moments) and not jnp.all(moments.num_vectors > 0):
         raise ValueError(f"{name} must have a token that is not padding.")
 
 
 def check_fitted(calibrated: Calibrated) -> None:
     """Raises ``ValueError`` if a calibration is known to have numbers that are not finite."""
-    leaves = jax.tree.leaves(calibrated)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
-        return
-    if not all(np.all(np.isfinite(leaf)) for leaf in jax.device_get(leaves)):
+    if not checks.are_finite(calibrated):
         raise ValueError(
             "Queries and keys must have covariances whose products fit in their floating type, got "
             "larger or smaller ones. Check the scale of both."

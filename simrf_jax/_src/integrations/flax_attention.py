@@ -1,10 +1,11 @@
-"""Attention for both Flax APIs: functions that read and answer a call of an ``attention_fn``."""
+"""Attention for both Flax APIs: how an adapter reads and answers a call."""
 
 from __future__ import annotations
 
+import abc
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -109,78 +110,165 @@ class Request(NamedTuple):
         return out
 
 
-def read(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    adapter: Any,
-    *,
-    is_causal: bool,
-    mask: ArrayLike | None,
-    segment_ids: ArrayLike | None,
-    dropout_rate: float,
-    deterministic: bool,
-    dtype: DTypeLike | None,
-    precision: PrecisionLike,
-    module: Any,
-    **options: Any,
-) -> Request:
-    """Reads a call of an adapter, and refuses what linear attention cannot do.
+class AttentionFn:
+    """An ``attention_fn`` of either API, which answers or refuses the calls of Flax's attention.
 
-    The ``options`` are passed on to ``Call`` unchanged.
+    Subclasses have the fields ``is_causal``, ``masks``, ``decode``, ``shared`` and
+    ``sequence_axis``.
     """
-    is_causal = checks.boolean("is_causal", is_causal) or adapter.is_causal or adapter.decode
-    _check_precision(precision)
-    deterministic = checks.boolean("deterministic", deterministic)
-    if dropout_rate != 0 and not deterministic:
-        raise ValueError(
-            f"dropout_rate={dropout_rate}: random-feature attention never forms the attention "
-            "weights, so it cannot drop them out. Set the attention's dropout_rate to 0, and drop "
-            f"out what it returns: y = nn.Dropout({dropout_rate})(y, deterministic=not train) in "
-            f"Linen, y = nnx.Dropout({dropout_rate}, rngs=rngs)(y) in NNX."
-        )
-    check_sowing(module is not None)
-    query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    real, valid = None, []
-    if mask is not None:
-        target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        no_segments = flax_masks.why_no_segments(
-            target,
-            packed=adapter.masks == "packed",
-            decode=adapter.decode,
-            has_segment_ids=segment_ids is not None,
-        )
-        if no_segments is None and flax_masks.is_segment_ids(mask, target):
-            factors = flax_masks.factors_of_ids(
-                mask, target, checks.axis_names("sequence_axis", adapter.sequence_axis)
+
+    is_causal: bool
+    masks: Masks
+    decode: bool
+    sequence_axis: AxisNames
+
+    @abc.abstractmethod
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
+        """Returns the attention, with its arrays."""
+
+    @abc.abstractmethod
+    def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
+        """Attends to the tokens in the cache and those of a call, and updates the cache."""
+
+    def _observe(self, request: Request, mechanism: Any) -> None:
+        """Records a call for ``calibrate``, ``distillation_loss`` or ``attention_report``."""
+
+    # Flax's attention passes only keywords that appear in this signature, and drops others.
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: PrecisionLike = None,
+        module: Any = None,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        r"""Returns the attention of queries to keys, as Flax's ``dot_product_attention`` does.
+
+        Keywords that linear attention cannot honor are refused.
+
+        Args:
+          query: ``[..., T, N, H]``.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind that
+            the field ``masks`` names. Other values raise if they are known. Under ``jit`` they turn
+            the output of their sequence and head into NaN, and the logger ``simrf_jax`` explains
+            why.
+          bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
+          scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+          is_causal: True lets query t attend only to keys s <= t, even if the field is False.
+          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+          key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+          segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
+          dropout_rng: Not used: there is no dropout.
+          dropout_rate: Refused unless it is 0 or the call is deterministic.
+          broadcast_dropout: Not used: there is no dropout.
+          deterministic: True turns dropout off.
+          dtype: Computation dtype; by default the common dtype of query, key and value.
+          precision: Any ``jax.lax.Precision``; all give the same result, because float32 products
+            always have the highest. An algorithm for the products is refused.
+          module: Refused unless it is None: there are no attention weights to sow.
+          force_fp32_for_softmax: Not used: exponentials are at least float32.
+          qk_attn_weights_einsum: Refused unless it is None: there are no attention weights.
+          attn_weights_value_einsum: Refused unless it is None: there are no attention weights.
+
+        Returns:
+          ``[..., T, N, D]``.
+        """
+        del dropout_rng, broadcast_dropout, force_fp32_for_softmax
+        check_fields(self)  # They may have been set after creation.
+        if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
+            raise ValueError(
+                "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "
+                "that random-feature attention does not make."
             )
-        else:
-            mask, is_mask = flax_masks.as_boolean(mask, no_segments)
-            factors = None
+        is_causal = checks.boolean("is_causal", is_causal) or self.is_causal or self.decode
+        _check_precision(precision)
+        _check_dropout(dropout_rate, checks.boolean("deterministic", deterministic))
+        check_sowing(module is not None)
+        query, key, value = promote_dtype(query, key, value, dtype=dtype)
+        real, valid = None, []
+        if mask is not None:
+            logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+            mask, is_mask, factors = self._read_mask(
+                mask, logits, is_causal=is_causal, has_segment_ids=segment_ids is not None
+            )
             if is_mask is not None:
                 valid.append(_heads_last(is_mask))
-            if adapter.masks != "keys" or (is_causal and differs_between_queries(mask)):
-                factors = flax_masks.factor(
-                    mask, target, is_causal=is_causal, no_segments=no_segments
-                )
-        if factors is not None:
-            mask, real = factors.keys, _heads_last(factors.queries)
-            if factors.segment_ids is not None:
-                segment_ids = factors.segment_ids
-            valid.append(_heads_last(factors.is_product))
-            # Attention replaces a query that is not finite by a real one, which keeps the contents
-            # of padding out of feature maps and gradients.
-            query = jnp.where(real, query, jnp.nan)
-    call = Call.of(
-        query,
-        key,
-        value,
-        mask=mask,
-        is_causal=is_causal,
-        segment_ids=segment_ids,
-        **options,
-    )
-    return Request(call, real, tuple(valid))
+            if factors is not None:
+                mask, real = factors.keys, _heads_last(factors.queries)
+                if factors.segment_ids is not None:
+                    segment_ids = factors.segment_ids
+                valid.append(_heads_last(factors.is_product))
+                # Attention replaces a query that is not finite by a real one, which keeps the
+                # contents of padding out of feature maps and gradients.
+                query = jnp.where(real, query, jnp.nan)
+        call = Call.of(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            segment_ids=segment_ids,
+        )
+        request = Request(call, real, tuple(valid))
+        mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
+        self._observe(request, mechanism)
+        return self._step(mechanism, request) if self.decode else attend(mechanism, request)
+
+    def _read_mask(
+        self, mask: Any, target: tuple[int, ...], *, is_causal: bool, has_segment_ids: bool
+    ) -> tuple[Mask, Mask | None, flax_masks.Factors | None]:
+        """Returns a mask in booleans, whether its values are, if they are traced, and its factors.
+
+        There are no factors for a mask of the keys.
+        """
+        no_segments = flax_masks.why_no_segments(
+            target,
+            packed=self.masks == "packed",
+            decode=self.decode,
+            has_segment_ids=has_segment_ids,
+        )
+        if no_segments is None and flax_masks.is_segment_ids(mask, target):
+            axes = checks.axis_names("sequence_axis", self.sequence_axis)
+            factors = flax_masks.factors_of_ids(mask, target, axes)
+            return factors.keys, None, factors
+        mask, is_mask = flax_masks.as_boolean(mask, no_segments)
+        if self.masks == "keys" and not (is_causal and differs_between_queries(mask)):
+            return mask, is_mask, None
+        factored = flax_masks.factor(mask, target, is_causal=is_causal, no_segments=no_segments)
+        return mask, is_mask, factored
+
+
+def _check_dropout(rate: float, deterministic: bool) -> None:
+    """Raises ``ValueError`` if attention weights are to be dropped out."""
+    if rate != 0 and not deterministic:
+        raise ValueError(
+            f"dropout_rate={rate}: random-feature attention never forms the attention weights, so "
+            "it cannot drop them out. Set the attention's dropout_rate to 0, and drop out what it "
+            f"returns: y = nn.Dropout({rate})(y, deterministic=not train) in Linen, "
+            f"y = nnx.Dropout({rate}, rngs=rngs)(y) in NNX."
+        )
 
 
 def check_sowing(sow_weights: bool) -> None:

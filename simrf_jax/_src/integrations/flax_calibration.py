@@ -80,13 +80,16 @@ def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:
     return stack, stack
 
 
-def add_moments(sums: tuple[Moments, Moments], request: Request) -> tuple[Moments, Moments]:
+def add_moments(
+    sums: tuple[Moments, Moments], request: Request, mechanism: object = None
+) -> tuple[Moments, Moments]:
     """Adds the queries and keys of a call, scaled as in attention, to the moments.
 
     Padding does not count: keys that no head sees, queries beyond their lengths and queries that a
     factored mask hides. A call without information about queries, and with equal numbers of queries
     and keys, is treated as self-attention: then queries at hidden keys do not count either.
     """
+    del mechanism  # Other observers read it.
     query, key = jax.lax.stop_gradient((request.call.query, request.call.key))
     queries, keys = moments(query, key, request.call.logit_scale, *real_tokens(request))
     return sums[0].merge(queries), sums[1].merge(keys)
@@ -198,8 +201,7 @@ def _log_fit(
     name: str, before: Calibrated, after: Calibrated, sums: tuple[Moments, Moments]
 ) -> None:
     """Logs the mean log second moment of each key head, unless values are traced."""
-    leaves = jax.tree.leaves((before, after, sums))
-    if not LOGGER.isEnabledFor(logging.INFO) or any(isinstance(x, jax.core.Tracer) for x in leaves):
+    if not LOGGER.isEnabledFor(logging.INFO) or checks.is_traced((before, after, sums)):
         return
     lead = before.query_mean.shape[:-2]
 
@@ -238,12 +240,10 @@ _fit = jax.jit(fit, static_argnames=("center", "balance", "tilt"))
 
 def _check_sums(queries: Moments, keys: Moments) -> None:
     """Raises ``ValueError`` for moments that are known to be empty or not finite."""
-    sums = (queries, keys)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(sums)):
-        return
-    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(sums)):
+    if not checks.are_finite((queries, keys)):
         raise ValueError("Queries or keys of the batches are not finite, so nothing can be fitted.")
-    if not bool(jnp.all(queries.num_vectors > 0) & jnp.all(keys.num_vectors > 0)):
+    counts = (queries.num_vectors, keys.num_vectors)
+    if not checks.is_traced(counts) and not all(bool(jnp.all(count > 0)) for count in counts):
         raise ValueError(
             "An adapter has seen no tokens, so nothing can be fitted: call the whole model. A "
             "lifted transformation around the adapter must pass its moments on: nn.scan and "

@@ -1,4 +1,4 @@
-"""Distillation for both Flax APIs: the loss of the learned features of one adapter."""
+"""Distillation for both Flax APIs: the loss of the learned features of an adapter."""
 
 from __future__ import annotations
 
@@ -9,15 +9,20 @@ import jax.numpy as jnp
 
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.inspection.distillation import loss_of
+from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations.flax_attention import Request
 
 
-def loss_of_call(request: Request, mechanism: RandomFeatureMechanism) -> jax.Array:
-    """Returns the ``distillation_loss`` of a call, without gradients for queries and keys.
+def add_loss(total: jax.Array, request: Request, mechanism: RandomFeatureMechanism) -> jax.Array:
+    """Adds the ``distillation_loss`` of a call, if its features are learned.
+
+    Queries and keys have no gradient.
 
     Raises:
       ValueError: If the call has segments or a factored mask.
     """
+    if not isinstance(mechanism.feature_map, Learned):
+        return total
     call = request.call
     if call.segment_ids is not None or request.real is not None:
         raise ValueError(
@@ -29,4 +34,4 @@ def loss_of_call(request: Request, mechanism: RandomFeatureMechanism) -> jax.Arr
     loss = loss_of(mechanism, call)
     for valid in request.valid:
         loss = jnp.where(jnp.all(valid), loss, jnp.nan)
-    return loss
+    return total + loss

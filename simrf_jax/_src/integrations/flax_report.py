@@ -71,17 +71,6 @@ class SeenCall:
     is_valid: jax.Array
     batch_ndim: int = dataclasses.field(metadata={"static": True})
 
-    @classmethod
-    def of(cls, request: Request, mechanism: RandomFeatureMechanism) -> SeenCall:
-        """Returns the parts of a call that a report needs, without gradients."""
-        is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, request.valid)]))
-        call, ndim = request.call, request.call.query.ndim - 3
-        if request.real is not None:
-            # Hidden queries are NaN, which only attention handles.
-            call = dataclasses.replace(call, query=jnp.where(request.real, call.query, 0))
-        request = jax.tree.map(jnp.asarray, Request(call, request.real, ()))
-        return jax.lax.stop_gradient(cls(mechanism, request, is_valid, ndim))
-
     def layers(self) -> Iterator[tuple[str, SeenCall]]:
         """Yields the calls of a stack of layers one by one, with the suffixes of their names."""
         query = self.request.call.query
@@ -89,6 +78,19 @@ class SeenCall:
         for place in np.ndindex(lead):
             name = "".join(f"[{index}]" for index in place)
             yield name, jax.tree.map(lambda leaf, at=place: leaf[at] if at else leaf, self)
+
+
+def add_call(
+    calls: tuple[SeenCall, ...], request: Request, mechanism: RandomFeatureMechanism
+) -> tuple[SeenCall, ...]:
+    """Appends the parts of a call that a report needs, without gradients."""
+    is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, request.valid)]))
+    call, ndim = request.call, request.call.query.ndim - 3
+    if request.real is not None:
+        # Hidden queries are NaN, which only attention handles.
+        call = dataclasses.replace(call, query=jnp.where(request.real, call.query, 0))
+    request = jax.tree.map(jnp.asarray, Request(call, request.real, ()))
+    return *calls, jax.lax.stop_gradient(SeenCall(mechanism, request, is_valid, ndim))
 
 
 def report_of_calls(

@@ -5,51 +5,35 @@ Flax itself handles NamedTuples, such as ``AttentionState``.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 from flax import serialization
 
-from simrf_jax._src import attention, features, projections
+from simrf_jax._src.attention import Mechanism
 from simrf_jax._src.attention.estimator import KeyChoice
-from simrf_jax._src.features import (
-    bipolar,
-    calibrated,
-    clustered,
-    exponential,
-    folded,
-    generalized,
-    learned,
-    trigonometric,
-)
+from simrf_jax._src.features import FeatureMap
 from simrf_jax._src.features.exponential_form import ExponentialForm
+from simrf_jax._src.projections import StructuredProjection
 from simrf_jax._src.projections.fast import FastRows
 
-RECORDS: tuple[type[Any], ...] = (
-    bipolar.AngularHybrid,
-    bipolar.GaussianHybrid,
-    calibrated.Calibrated,
-    clustered.ClusteredHybrid,
-    exponential.Hyperbolic,
-    exponential.OptimalPositive,
-    exponential.Positive,
-    features.Custom,
-    folded.Folded,
-    generalized.Elu,
-    generalized.Relu,
-    learned.Learned,
-    trigonometric.Phase,
-    trigonometric.Trigonometric,
-    FastRows,
-    projections.Projection,
-    features.BipolarProjection,
-    features.ClusteredProjection,
+
+def _derived(kind: type[Any]) -> Iterator[type[Any]]:
+    """Yields the classes of the library that derive from one."""
+    for one in kind.__subclasses__():
+        if one.__module__.startswith("simrf_jax."):
+            yield one
+            yield from _derived(one)
+
+
+RECORDS = {
     ExponentialForm,
-    attention.Band,
-    attention.Blend,
-    attention.RandomFeatureMechanism,
+    FastRows,
     KeyChoice,
-)
+    *itertools.chain(*map(_derived, (FeatureMap, Mechanism, StructuredProjection))),
+}
 
 
 def _parts(record: Any) -> tuple[dict[str, Any], Any]:

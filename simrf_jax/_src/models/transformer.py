@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax._src.integrations.nnx.observers import Observer
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.nnx.variables import Observer
 from simrf_jax._src.models.config import ViTConfig
 from simrf_jax._src.models.layers import DROPOUT_MASK, dropout, sum_bias_gradients_by_products
 

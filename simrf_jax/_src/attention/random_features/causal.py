@@ -316,9 +316,11 @@ def _scan_chunks(
     if tokens.key_segments is not None:
         # The state belongs to the first segment, whose number is 0 if there are no tokens.
         segment = jnp.sum(tokens.key_segments[:, :1], 1, tokens.key_segments.dtype)
-    attend = jax.checkpoint(
-        functools.partial(_attend_chunk, features, with_own_key), prevent_cse=False
-    )
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def attend(carry: Carry, chunk: Tokens) -> tuple[Carry, Scanned]:
+        return _attend_chunk(features, carry, chunk, with_own_key=with_own_key)
+
     carry, scanned = jax.lax.scan(attend, Carry(*state.split_poisoned(), segment), chunks)
     return join_length(scanned, length), carry.state.poison(carry.poisoned)
 
@@ -365,15 +367,15 @@ class _Visibility(NamedTuple):
 
 
 def _attend_chunk(
-    features: HeadMaps, with_own_key: bool, carry: Carry, chunk: Tokens
+    features: HeadMaps, carry: Carry, chunk: Tokens, *, with_own_key: bool
 ) -> tuple[Carry, Scanned]:
     """Takes one step of the scan.
 
     Args:
       features: Feature maps.
-      with_own_key: True if a query sees the key at its own position.
       carry: The keys before the chunk.
       chunk: Queries and keys.
+      with_own_key: True if a query sees the key at its own position.
 
     Returns:
       The keys up to the end of the chunk, and the sums that its queries read.

@@ -50,10 +50,9 @@ def empty_state(estimator: Estimator, call: Call) -> State:
     far: FarState = AttentionState.empty(inputs, features)
     if choice is not None:
         far = ExactKeysState.empty(inputs, features, choice.count)
-    far = _unflatten_far(far, batch)
     if estimator.exact_bandwidth is None:
-        return far
-    return ExactBandState(unflatten(empty_window(inputs, estimator.exact_bandwidth), batch), far)
+        return unflatten(far, batch)
+    return unflatten(ExactBandState(empty_window(inputs, estimator.exact_bandwidth), far), batch)
 
 
 def _check_keys(estimator: Estimator) -> None:
@@ -101,7 +100,7 @@ def step(
     else:
         read, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
         readout = read.readout
-    return inputs.outputs(readout.outputs()), _unflatten_far(after, batch)
+    return inputs.outputs(readout.outputs()), unflatten(after, batch)
 
 
 def _step_with_band(
@@ -132,7 +131,7 @@ def append(estimator: Estimator, state: State, call: Call) -> State:
     inputs, features = estimator.lay_out(call)
     batch = call.key.shape[:-3]
     before = _flat_far(state, inputs, features, batch)
-    return _unflatten_far(_with_more(before, inputs, features, estimator.chunk_size), batch)
+    return unflatten(_with_more(before, inputs, features, estimator.chunk_size), batch)
 
 
 def _with_more(before: FarState, inputs: Inputs, features: HeadMaps, chunk_size: int) -> FarState:
@@ -176,13 +175,6 @@ def _flat_far(state: FarState, inputs: Inputs, features: HeadMaps, batch: Shape)
     return ExactKeysState(kept, sums)
 
 
-def _unflatten_far(state: FarState, batch: Shape) -> FarState:
-    """Returns a state with the leading shape of the tokens."""
-    if isinstance(state, ExactKeysState):
-        return ExactKeysState(unflatten(state.kept, batch), unflatten(state.far, batch))
-    return unflatten(state, batch)
-
-
 def _flat(
     state: ExactBandState, inputs: Inputs, features: HeadMaps, batch: Shape
 ) -> tuple[Window, FarState]:
@@ -195,8 +187,7 @@ def _flat(
 
 def _after(seen: Window, far: FarState, length: int, batch: Shape) -> ExactBandState:
     """Returns the state after ``length`` new keys, which pushed that many out of the window."""
-    near = seen.part(slice(length, None))
-    return ExactBandState(unflatten(near, batch), _unflatten_far(far, batch))
+    return unflatten(ExactBandState(seen.part(slice(length, None)), far), batch)
 
 
 def attend_to_next(

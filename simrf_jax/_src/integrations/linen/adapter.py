@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax.typing import PrecisionLike
-from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax._src.attention import Mechanism
 from simrf_jax._src.integrations import (
@@ -20,19 +17,15 @@ from simrf_jax._src.integrations import (
     flax_drawing,
     flax_repr,
 )
-from simrf_jax._src.integrations.flax_attention import Request
+from simrf_jax._src.integrations.flax_attention import AttentionFn, Request
 
 
-class Adapter(nn.Module):
+class Adapter(AttentionFn, nn.Module):
     """An attention mechanism with its cache, which Flax calls as an ``attention_fn``.
 
-    Subclasses have the fields ``is_causal``, ``masks``, ``decode``, ``shared`` and
-    ``sequence_axis``, those of ``Drawing``, and ``feature_map`` or ``feature_maps``.
+    Subclasses have the fields of ``AttentionFn`` and ``Drawing``, and ``feature_map`` or
+    ``feature_maps``.
     """
-
-    @abc.abstractmethod
-    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
-        """Returns the attention, with its arrays."""
 
     def __repr__(self) -> str:
         declared = [one for one in dataclasses.fields(self) if one.name not in ("parent", "name")]
@@ -46,98 +39,8 @@ class Adapter(nn.Module):
         shown = flax_repr.shown_fields(fields, defaults)
         return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in shown.items())})"
 
-    # Flax's attention passes only keywords that appear in this signature, and drops others.
-    @nn.compact
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
-        is_causal: bool = False,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        segment_ids: ArrayLike | None = None,
-        dropout_rng: jax.Array | None = None,
-        dropout_rate: float = 0.0,
-        broadcast_dropout: bool = True,
-        deterministic: bool = False,
-        dtype: DTypeLike | None = None,
-        precision: PrecisionLike = None,
-        module: nn.Module | None = None,
-        force_fp32_for_softmax: bool = False,
-        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
-        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
-    ) -> jax.Array:
-        r"""Returns the attention of queries to keys, as ``nn.dot_product_attention`` does.
-
-        Keywords that linear attention cannot honor are refused.
-
-        Args:
-          query: ``[..., T, N, H]``.
-          key: ``[..., S, K, H]``.
-          value: ``[..., S, K, D]``.
-          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind that
-            the field ``masks`` names. Other values raise if they are known. Under ``jit`` they turn
-            the output of their sequence and head into NaN, and the logger ``simrf_jax`` explains
-            why.
-          bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
-          scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: True lets query t attend only to keys s <= t, even if the field is False.
-          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
-          key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-          segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
-          dropout_rng: Not used: there is no dropout.
-          dropout_rate: Refused unless it is 0 or the call is deterministic.
-          broadcast_dropout: Not used: there is no dropout.
-          deterministic: True turns dropout off.
-          dtype: Computation dtype; by default the common dtype of query, key and value.
-          precision: Any ``jax.lax.Precision``; all give the same result, because float32 products
-            always have the highest. An algorithm for the products is refused.
-          module: Refused unless it is None: there are no attention weights to sow.
-          force_fp32_for_softmax: Not used: exponentials are at least float32.
-          qk_attn_weights_einsum: Refused unless it is None: there are no attention weights.
-          attn_weights_value_einsum: Refused unless it is None: there are no attention weights.
-
-        Returns:
-          ``[..., T, N, D]``.
-        """
-        del dropout_rng, broadcast_dropout, force_fp32_for_softmax
-        flax_attention.check_fields(self)
-        if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
-            raise ValueError(
-                "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "
-                "that random-feature attention does not make."
-            )
-        request = flax_attention.read(
-            query,
-            key,
-            value,
-            self,
-            is_causal=is_causal,
-            mask=mask,
-            bias=bias,
-            scale=scale,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            segment_ids=segment_ids,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-        )
-        mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
-        self._observe(request, mechanism)
-        if not self.decode:
-            return flax_attention.attend(mechanism, request)
-        return self._step(mechanism, request)
-
-    def _observe(self, request: Request, mechanism: Any) -> None:
-        """Updates the variables of ``calibrate``, ``distillation_loss`` or ``attention_report``."""
+    # Linen wraps only functions that are attributes of the class itself.
+    __call__ = nn.compact(AttentionFn.__call__)
 
     def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
         """Attends to the tokens in the cache and those of a call, and updates the cache."""

@@ -18,7 +18,7 @@ from simrf_jax._src import checks
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import flax_attention, flax_calibration
-from simrf_jax._src.integrations.flax_report import SeenCall
+from simrf_jax._src.integrations.flax_report import SeenCall, add_call
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
 from simrf_jax._src.integrations.linearization.search import (
     ALL_TOKENS,
@@ -195,7 +195,7 @@ class _Recorder(RandomFeatureAttention):
                 "Elsewhere, call must pass its keyword mutable on to apply."
             )
         seen: nn.Variable[Any] = self.variable(_CALLS, "calls", tuple)
-        seen.value = (*seen.value, SeenCall.of(request, mechanism))
+        seen.value = add_call(seen.value, request, mechanism)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from simrf_jax._src.integrations import (
     flax_distillation,
     flax_drawing,
 )
-from simrf_jax._src.integrations.flax_report import SeenCall
+from simrf_jax._src.integrations.flax_report import add_call
 from simrf_jax._src.integrations.linen.adapter import Adapter, not_of_init
 from simrf_jax._src.integrations.linen.projection import boxed
 from simrf_jax._src.projections import (
@@ -218,17 +218,15 @@ class RandomFeatureAttention(Adapter):
         """Updates the variables of ``calibrate``, ``distillation_loss`` or ``attention_report``."""
         if sums := self._asked_for("calibration_moments", "moments", "calibrate"):
             sums.value = flax_calibration.add_moments(sums.value, request)
-        total = self._asked_for("distillation", "loss", "distil")
-        if total and isinstance(mechanism.feature_map, Learned):
-            loss = flax_distillation.loss_of_call(request, mechanism)
-            total.value = total.value + loss
+        if total := self._asked_for("distillation", "loss", "distil"):
+            total.value = flax_distillation.add_loss(total.value, request, mechanism)
         # mutable=True and Flax's DenyList admit any name, but do not request a report.
         is_asked = self.is_mutable_collection("attention_calls")
         is_asked &= not self.is_mutable_collection("a name that nothing has")
         if is_asked and not self.is_initializing():
             self._refuse_decoding("report on")
             seen: nn.Variable[Any] = self.variable("attention_calls", "calls", tuple)
-            seen.value = (*seen.value, SeenCall.of(request, mechanism))
+            seen.value = add_call(seen.value, request, mechanism)
 
     def _asked_for(self, collection: str, name: str, verb: str) -> nn.Variable[Any] | None:
         """Returns a variable to update, if there is one; raises if the adapter decodes."""

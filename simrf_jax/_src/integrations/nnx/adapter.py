@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx import reprlib
-from flax.typing import PrecisionLike
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from simrf_jax._src import checks
 from simrf_jax._src.attention import Mechanism
 from simrf_jax._src.features import FeatureMap, FeatureMapLike
 from simrf_jax._src.integrations import flax_attention, flax_repr
+from simrf_jax._src.integrations.flax_attention import AttentionFn, Request
 from simrf_jax._src.integrations.flax_versions import get_value, set_value
 
 # A representation shows these attributes only if they differ from these values.
@@ -34,7 +34,7 @@ _SWITCHES = {
 }
 
 
-class Adapter(nnx.Module):
+class Adapter(AttentionFn, nnx.Module):
     """An attention mechanism with its cache, which Flax calls as an ``attention_fn``."""
 
     def __init__(
@@ -77,89 +77,17 @@ class Adapter(nnx.Module):
         for name, value in flax_repr.shown_fields(fields | switches, _SWITCHES).items():
             yield reprlib.Attr(name, value, use_raw_value=True)
 
-    def _observe(self, request: flax_attention.Request, mechanism: Any) -> None:
-        """Passes a call to the observers of ``calibrate`` and the like, if there are any."""
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
-        is_causal: bool = False,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        segment_ids: ArrayLike | None = None,
-        dropout_rng: jax.Array | None = None,
-        dropout_rate: float = 0.0,
-        broadcast_dropout: bool = True,
-        deterministic: bool = False,
-        dtype: DTypeLike | None = None,
-        precision: PrecisionLike = None,
-        module: nnx.Module | None = None,
-    ) -> jax.Array:
-        r"""Returns the attention of queries to keys, as ``nnx.dot_product_attention`` does.
-
-        Keywords that linear attention cannot honor are refused.
-
-        Args:
-          query: ``[..., T, N, H]``.
-          key: ``[..., S, K, H]``.
-          value: ``[..., S, K, D]``.
-          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind that
-            the field ``masks`` names. Other values raise if they are known. Under ``jit`` they turn
-            the output of their sequence and head into NaN, and the logger ``simrf_jax`` explains
-            why.
-          bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
-          scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: True lets query t attend only to keys s <= t, even if the field is False.
-          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
-          key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-          segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
-          dropout_rng: Not used: there is no dropout.
-          dropout_rate: Refused unless it is 0 or the call is deterministic.
-          broadcast_dropout: Not used: there is no dropout.
-          deterministic: True turns dropout off.
-          dtype: Computation dtype; by default the common dtype of query, key and value.
-          precision: Any ``jax.lax.Precision``; all give the same result, because float32 products
-            always have the highest. An algorithm for the products is refused.
-          module: Refused unless it is None: there are no attention weights to sow.
-
-        Returns:
-          ``[..., T, N, D]``.
-        """
-        del dropout_rng, broadcast_dropout
-        flax_attention.check_fields(self)  # They may have been set after creation.
-        if key.shape[-2:] != (self.num_heads, self.head_dim):
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
+        """Returns the attention of ``num_heads`` query heads, after a check of the key heads."""
+        if (num_key_heads, head_dim) != (self.num_heads, self.head_dim):
             raise ValueError(
                 f"This adapter is for keys of {self.num_heads} heads of dim {self.head_dim}, got "
-                f"{' heads of '.join(map(str, key.shape[-2:]))}."
+                f"{num_key_heads} heads of {head_dim}."
             )
-        request = flax_attention.read(
-            query,
-            key,
-            value,
-            self,
-            is_causal=is_causal,
-            mask=mask,
-            bias=bias,
-            scale=scale,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            segment_ids=segment_ids,
-            dropout_rate=dropout_rate,
-            deterministic=deterministic,
-            dtype=dtype,
-            precision=precision,
-            module=module,
-        )
-        mechanism = self.mechanism(query.shape[-2])
-        self._observe(request, mechanism)
-        if not self.decode:
-            return flax_attention.attend(mechanism, request)
+        return self.mechanism(num_heads)
+
+    def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
+        """Attends to the tokens in the cache and those of a call, and updates the cache."""
         if self.cache is None:
             raise ValueError(
                 "decode=True needs a cache: call init_cache(input_shape) first, or "

@@ -12,9 +12,9 @@ from simrf_jax._src.calibration.api import check_options
 from simrf_jax._src.calibration.fit import Balance, Tilt
 from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_versions import get_value, set_value
-from simrf_jax._src.integrations.nnx.observers import CalibrationMoments, observing
+from simrf_jax._src.integrations.nnx.observers import find_adapters, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
-from simrf_jax._src.integrations.nnx.variables import Calibration
+from simrf_jax._src.integrations.nnx.variables import Calibration, Observer
 
 
 def calibrate(
@@ -76,26 +76,19 @@ def calibrate(
     """
     check_options(center=center, balance=balance, tilt=tilt)
     flax_calibration.check_batches(batches)
-    adapters = {
-        path: node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, RandomFeatureAttention) and isinstance(node.feature_map, Calibration)
-    }
-    if not adapters:
-        raise ValueError(
-            "The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
-            'feature_map="calibrated" or "learned".'
-        )
-    if any(adapter.decode for adapter in adapters.values()):
-        raise ValueError(
-            "An adapter has decode=True: its cache would keep the tokens of the batches. Calibrate "
-            "the model without it."
-        )
+    adapters = find_adapters(
+        model,
+        "calibrate",
+        having=lambda adapter: isinstance(adapter.feature_map, Calibration),
+        missing="The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
+        'feature_map="calibrated" or "learned".',
+    )
     for adapter in adapters.values():
         flax_calibration.check_tilt(tilt, getattr(adapter.projection, "draw_options", None))
     before = {path: get_value(adapter.feature_map) for path, adapter in adapters.items()}
     sums = {
-        path: CalibrationMoments(flax_calibration.no_moments(own)) for path, own in before.items()
+        path: Observer(flax_calibration.no_moments(own), after=flax_calibration.add_moments)
+        for path, own in before.items()
     }
     with observing(adapters, sums):
         compiled = compiled_call(call)

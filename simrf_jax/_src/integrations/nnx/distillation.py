@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from simrf_jax._src.integrations.flax_distillation import add_loss
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.calibration import call_model
-from simrf_jax._src.integrations.nnx.observers import DistillationLoss, observing
-from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.nnx.observers import find_adapters, observing
+from simrf_jax._src.integrations.nnx.variables import Observer
 
 
 # There are no keyword-only arguments, because nnx.grad does not support them.
@@ -64,21 +65,16 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    adapters = {
-        path: node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, RandomFeatureAttention) and node.learned is not None
-    }
-    if not adapters:
-        raise ValueError(
-            "The model has no learned features: make its RandomFeatureAttention(...) with "
-            'feature_map="learned".'
-        )
-    if any(adapter.decode for adapter in adapters.values()):
-        raise ValueError("An adapter has decode=True: distil the model without it.")
+    adapters = find_adapters(
+        model,
+        "distil",
+        having=lambda adapter: adapter.learned is not None,
+        missing="The model has no learned features: make its RandomFeatureAttention(...) with "
+        'feature_map="learned".',
+    )
     # Stacked layers have one loss each.
     losses = {
-        path: DistillationLoss(jnp.zeros(adapter.stack_shape()))
+        path: Observer(jnp.zeros(adapter.stack_shape()), after=add_loss)
         for path, adapter in adapters.items()
     }
     with observing(adapters, losses):

@@ -11,7 +11,7 @@ from typing import Any
 from flax import nnx
 
 from simrf_jax._src.integrations import flax_calibration
-from simrf_jax._src.integrations.flax_report import SeenCall
+from simrf_jax._src.integrations.flax_report import SeenCall, add_call
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
 from simrf_jax._src.integrations.linearization.search import (
@@ -22,10 +22,10 @@ from simrf_jax._src.integrations.linearization.search import (
 )
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
-from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
+from simrf_jax._src.integrations.nnx.observers import observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.nnx.swap import Swap, Wrap, swap_attention
-from simrf_jax._src.integrations.nnx.variables import RandomProjection
+from simrf_jax._src.integrations.nnx.variables import Observer, RandomProjection
 from simrf_jax._src.projections import DrawOptions
 
 
@@ -243,7 +243,7 @@ def _record(
     batch: Any,
 ) -> dict[str, tuple[SeenCall, ...]]:
     """Returns the calls of each adapter for a batch."""
-    calls = {path: AttentionCalls(()) for path in adapters}
+    calls = {path: Observer((), after=add_call) for path in adapters}
     with observing(adapters, calls):
         compiled(model, batch)
     return {path: get_value(own) for path, own in calls.items()}

@@ -23,10 +23,10 @@ from simrf_jax._src.integrations import (
 )
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
-from simrf_jax._src.integrations.nnx.observers import Observer
 from simrf_jax._src.integrations.nnx.variables import (
     Calibration,
     LearnedMap,
+    Observer,
     RandomProjection,
 )
 from simrf_jax._src.projections import BlockMode, Coupling, Norms, Rotation

@@ -7,11 +7,11 @@ from typing import Any
 
 from flax import nnx
 
-from simrf_jax._src.integrations.flax_report import ModelReport, report_of_calls
+from simrf_jax._src.integrations.flax_report import ModelReport, add_call, report_of_calls
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.calibration import call_model
-from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
-from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.nnx.observers import find_adapters, observing
+from simrf_jax._src.integrations.nnx.variables import Observer
 
 
 def attention_report(
@@ -66,17 +66,14 @@ def attention_report(
       >>> report["attention_fn"].relative_error.shape
       (2,)
     """
-    adapters = {
-        ".".join(map(str, path)): node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, RandomFeatureAttention)
-    }
-    if not adapters:
-        raise ValueError("The model has no RandomFeatureAttention to report on.")
-    if any(adapter.decode for adapter in adapters.values()):
-        raise ValueError("An adapter has decode=True: report on the model without it.")
-    calls = {name: AttentionCalls(()) for name in adapters}
+    adapters = find_adapters(
+        model,
+        "report on",
+        having=lambda _: True,
+        missing="The model has no RandomFeatureAttention to report on.",
+    )
+    calls = {path: Observer((), after=add_call) for path in adapters}
     with observing(adapters, calls):
         _ = (call or call_model)(model, batch)
-    seen = [(name, get_value(own)) for name, own in calls.items()]
+    seen = [(".".join(map(str, path)), get_value(own)) for path, own in calls.items()]
     return report_of_calls(seen, relative_error)

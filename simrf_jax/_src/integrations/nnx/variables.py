@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from flax import nnx
 
+from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.features.learned import Learned
+from simrf_jax._src.integrations.flax_attention import Request
+from simrf_jax._src.integrations.flax_versions import get_value, set_value
 
 
 class RandomProjection(nnx.Variable):
@@ -22,6 +25,18 @@ class Calibration(nnx.Variable):
 
 class LearnedRows(nnx.Param):
     """The parameters of learned features; ``wrt=LearnedRows`` trains only these."""
+
+
+class Observer(nnx.Variable):
+    """What ``calibrate``, ``distillation_loss`` or ``attention_report`` know of an adapter's calls.
+
+    Its metadata ``after`` is a function of the value, a call and its attention that returns the
+    next value.
+    """
+
+    def observe(self, request: Request, mechanism: RandomFeatureMechanism) -> None:
+        """Updates the value with a call."""
+        set_value(self, self.after(get_value(self), request, mechanism))
 
 
 class LearnedMap(nnx.Module):
