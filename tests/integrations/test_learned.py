@@ -206,6 +206,8 @@ def test_the_mean_over_layers_that_are_stacked():
 
 
 class Scanned(nn.Module):
+    collections: tuple[str, ...] = ("params", "calibration", "distillation")
+
     @nn.compact
     def __call__(self, x):
         class Layer(nn.Module):
@@ -213,9 +215,25 @@ class Scanned(nn.Module):
             def __call__(self, x, _):
                 return x + linen_attention()(x), None
 
-        axes = dict.fromkeys(("params", "calibration", "distillation"), 0)
+        axes = dict.fromkeys(self.collections, 0)
         split = {"params": True, "features": True}
         return nn.scan(Layer, variable_axes=axes, split_rngs=split, length=3)()(x, None)[0]
+
+
+def test_a_loss_that_a_transformation_drops_is_not_zero():
+    model = Scanned(("params", "calibration"))
+    loss = functools.partial(linen_adapters.distillation_loss, model, batch=batch())
+    variables = model.init(jax.random.key(0), batch())
+    with pytest.raises(ValueError, match=r"saw no call: .* by distillation in"):
+        loss(variables)
+    assert np.isnan(jax.jit(loss)(variables))
+
+    def apart(model, x):
+        graph, state = nnx.split(model)
+        return jax.jit(lambda state: nnx.merge(graph, state)(x))(state)
+
+    with pytest.raises(ValueError, match=r"saw no call: .* by an axis of the layers"):
+        nnx_adapters.distillation_loss(nnx_attention(), batch(), apart)
 
 
 @pytest.mark.slow

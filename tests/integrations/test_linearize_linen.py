@@ -101,6 +101,25 @@ def test_the_choice_is_that_of_nnx():
     chex.assert_trees_all_close(fitted, of_layer, rtol=1e-3, atol=1e-4)
 
 
+class Around(nn.Module):
+    """A layer of attention in the call, and another in a field."""
+
+    field: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.field(x + nn.MultiHeadDotProductAttention(HEADS, name="inside")(x))
+
+
+def test_layers_in_fields_are_converted():
+    model = Around(nn.MultiHeadDotProductAttention(HEADS))
+    variables = model.init(jax.random.key(0), batches()[0])
+    found = linearize(model, variables)
+    assert list(found.layers) == ["field", "inside"]
+    made = jax.eval_shape(found.model.init, jax.random.key(0), batches()[0])
+    chex.assert_trees_all_equal_shapes(made, found.variables)
+
+
 @pytest.mark.parametrize(("is_causal", "num_steps"), [(True, 0), (False, 3)])
 def test_the_variables_are_those_of_the_report(is_causal, num_steps):
     model, variables = trained(is_causal=is_causal)

@@ -105,6 +105,46 @@ def test_a_swapped_model_is_calibrated_and_reported(x, params):
     assert list(report) == ["lower.attention.attention_fn", "upper.attention_fn"]
 
 
+class Around(nn.Module):
+    """A layer of attention in the call, and another module in a field."""
+
+    module: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.module(x + nn.MultiHeadDotProductAttention(HEADS, name="inside")(x))
+
+
+def test_layers_in_fields_have_the_paths_of_their_parameters(x):
+    attention = nn.MultiHeadDotProductAttention(HEADS)
+    model = nn.Sequential([nn.Dense(WIDTH), Around(Around(attention))])
+    swapped = adapters.swap_attention(model, 12, where=lambda path, _: path.endswith("module"))
+    variables = swapped.init(jax.random.key(0), x)
+    chex.assert_trees_all_equal(variables["params"], model.init(jax.random.key(0), x)["params"])
+    assert list(variables["random_features"]) == ["layers_1"]
+    assert list(variables["random_features"]["layers_1"]) == ["module"]
+    assert list(variables["random_features"]["layers_1"]["module"]) == ["module"]
+    # The name of a field of the model is not taken by the replacement.
+    adapters.swap_attention(Around(attention), 12).init(jax.random.key(0), x)
+
+
+def test_a_swapped_model_is_part_of_another(x):
+    class Twice(nn.Module):
+        part: nn.Module
+
+        def __call__(self, x):
+            return self.part(self.part(x))
+
+    swapped = adapters.swap_attention(Around(nn.Dense(WIDTH)), 12)
+    variables = swapped.init(jax.random.key(0), x)
+    inside = {name: {"part": part} for name, part in variables.items()}
+    found = jax.jit(Twice(swapped).apply)(inside, x)
+    expected = swapped.apply(variables, swapped.apply(variables, x))
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    made = Twice(swapped).init(jax.random.key(0), x)
+    chex.assert_trees_all_equal_shapes(made, inside)
+
+
 class Scanned(nn.Module):
     """Two layers in a scan, which recompute what they need for gradients."""
 

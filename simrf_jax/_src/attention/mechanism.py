@@ -125,7 +125,7 @@ class Mechanism(abc.ABC, Generic[State]):
           key: ``[..., T, K, H]``.
           value: ``[..., T, K, D]``.
           **options: ``mask`` of the new keys, broadcastable to ``[..., N, 1, T]``, and ``bias`` of
-            the same shapes, both the same for query heads that share a key head; ``scale``,
+            the same shapes, both the same for all heads if query heads share key heads; ``scale``,
             ``query_seq_lengths`` and ``key_value_seq_lengths``; see ``random_feature_attention``.
 
         Returns:
@@ -184,9 +184,9 @@ def check_step(call: Call, inputs: Inputs) -> None:
     num_key_heads = call.key.shape[-2]
     if inputs.key.shape[2] != num_key_heads:
         raise ValueError(
-            "In decoding, mask and bias must be the same for the query heads that share a key "
-            f"head, got one for each of {inputs.key.shape[2]} query heads, and {num_key_heads} key "
-            "heads."
+            "In decoding, mask and bias must have a head axis of size 1 if query heads share key "
+            f"heads, got one for each of {inputs.key.shape[2]} query heads, and {num_key_heads} "
+            "key heads."
         )
 
 

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from simrf_jax._src import checks
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.inspection.distillation import loss_of
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations.flax_attention import Request
 
 
-def add_loss(total: jax.Array, request: Request, mechanism: RandomFeatureMechanism) -> jax.Array:
+class Losses(NamedTuple):
+    """The sum of the losses of an adapter's calls, and their number; or of a stack of layers."""
+
+    total: jax.Array
+    num_calls: jax.Array
+
+    @classmethod
+    def none(cls, lead: tuple[int, ...]) -> Losses:
+        """Returns the losses of no calls, for a stack of layers of a leading shape."""
+        return cls(jnp.zeros(lead), jnp.zeros(lead, int))
+
+
+def add_loss(losses: Losses, request: Request, mechanism: RandomFeatureMechanism) -> Losses:
     """Adds the ``distillation_loss`` of a call, if its features are learned.
 
     Queries and keys have no gradient.
@@ -22,7 +37,7 @@ def add_loss(total: jax.Array, request: Request, mechanism: RandomFeatureMechani
       ValueError: If the call has segments or a factored mask.
     """
     if not isinstance(mechanism.feature_map, Learned):
-        return total
+        return losses
     call = request.call
     if call.segment_ids is not None or request.real is not None:
         raise ValueError(
@@ -34,4 +49,24 @@ def add_loss(total: jax.Array, request: Request, mechanism: RandomFeatureMechani
     loss = loss_of(mechanism, call)
     for valid in request.valid:
         loss = jnp.where(jnp.all(valid), loss, jnp.nan)
-    return total + loss
+    return Losses(losses.total + loss, losses.num_calls + 1)
+
+
+def mean_loss(adapters: Iterable[Losses]) -> jax.Array:
+    """Returns the mean loss of some adapters; NaN if the traced number of one's calls is 0.
+
+    Raises:
+      ValueError: If the number is known to be 0.
+    """
+    means = []
+    for losses in adapters:
+        has_calls = losses.num_calls > 0
+        if not checks.is_traced(has_calls) and not jnp.all(has_calls):
+            raise ValueError(
+                "An adapter with learned features saw no call: call the whole model. A lifted "
+                "transformation around it must pass its loss on: nn.scan and nn.vmap by "
+                "distillation in their variable_axes, nnx.scan and nnx.vmap by an axis of the "
+                "layers that is not None."
+            )
+        means.append(jnp.mean(jnp.where(has_calls, losses.total, jnp.nan)))
+    return jnp.mean(jnp.stack(means))

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from simrf_jax._src.integrations.flax_distillation import Losses, mean_loss
 from simrf_jax._src.integrations.linen.adapter import apply
 from simrf_jax._src.integrations.linen.random_features import PARAMETERS
 
@@ -43,8 +43,9 @@ def distillation_loss(
       One number, at least in float32.
 
     Raises:
-      ValueError: If no adapter has learned features, an adapter decodes, or a call has segments or
-        a mask with a query axis.
+      ValueError: If no adapter has learned features, an adapter decodes or saw no call, or a call
+        has segments or a mask with a query axis. Where the number of calls is traced, the loss of
+        an adapter without calls is NaN.
 
     Example:
       >>> import jax, optax
@@ -69,17 +70,16 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    zeros = {
-        (*place[:-1], "loss"): jnp.zeros(x.shape[:-3])  # One for each of a stack of layers.
+    none = {
+        (*place[:-1], "loss"): Losses.none(x.shape[:-3])  # One for each of a stack of layers.
         for place, x in flatten_dict(variables.get("params", {})).items()
         if place[-1] == "query_rows"
     }
-    if not zeros:
+    if not none:
         raise _no_learned_features()
-    given = {**variables, "distillation": unflatten_dict(zeros)}
+    given = {**variables, "distillation": unflatten_dict(none)}
     _, updates = call(model, given, batch, mutable=["distillation"])
-    losses = jax.tree.leaves(updates["distillation"])
-    return jnp.mean(jnp.stack([jnp.mean(loss) for loss in losses]))
+    return mean_loss(flatten_dict(updates["distillation"]).values())
 
 
 def learned_rows(params: Mapping[str, Any]) -> Any:

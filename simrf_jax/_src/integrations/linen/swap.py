@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -25,22 +26,38 @@ class Rule(NamedTuple):
     adapter: type[RandomFeatureAttention] = RandomFeatureAttention
 
 
+@dataclasses.dataclass(frozen=True)
+class Unbound:
+    """A model that Flax does not make a submodule of the module that holds it."""
+
+    module: nn.Module
+
+
 class SwappedAttention(nn.Module):
     """A model whose softmax attention is replaced by random-feature attention in each call.
 
     ``swap_attention`` makes it.
 
     Attributes:
-      module: The model; its parameters are in the same places as without the replacement.
+      original: The model.
       rules: The adapters; a layer takes the first whose ``where`` is None or returns True.
     """
 
-    module: nn.Module
+    original: Unbound
     rules: tuple[Rule, ...]
 
+    @property
+    def module(self) -> nn.Module:
+        """The model, as it was given."""
+        return self.original.module
+
     def setup(self) -> None:
-        """Shares the scope of the model, which keeps the places of all variables."""
-        nn.share_scope(self, self.module)
+        """Puts the model into the scope of this module, which keeps the places of all variables.
+
+        After ``nn.share_scope``, modules in fields of the model would have other paths.
+        """
+        # Because it has a name, Flax does not give it another one, and a scope of its own.
+        self.bound = self.module.clone(parent=self.scope, name="bound")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model with random-feature attention."""
@@ -70,7 +87,7 @@ class SwappedAttention(nn.Module):
             return layer.clone(attention_fn=adapter, parent=layer.scope)(*args, **kwargs)
 
         with nn.intercept_methods(swap):
-            out = self.module(*args, **kwargs)
+            out = self.bound(*args, **kwargs)
         if not found:
             raise ValueError(
                 "model must call an nn.MultiHeadDotProductAttention for which where is None or "
@@ -109,7 +126,7 @@ def swap_attention(
         ``exact_bandwidth`` or ``is_causal``, which models that pass causal masks need.
 
     Returns:
-      The model, whose field ``module`` is the original.
+      The model, whose attribute ``module`` is the original.
 
     Raises:
       TypeError: If an option is unknown or of a wrong type, where is not a function, or the model
@@ -150,8 +167,8 @@ def check_linen(model: Any, name: str) -> None:
 def with_rules(model: nn.Module, *rules: Rule) -> SwappedAttention:
     """Returns a model that follows rules, after those that it follows already."""
     if isinstance(model, SwappedAttention):
-        return SwappedAttention(model.module, (*model.rules, *rules))
-    return SwappedAttention(model, rules)
+        return SwappedAttention(model.original, (*model.rules, *rules))
+    return SwappedAttention(Unbound(model), rules)
 
 
 def _check(path: str, layer: nn.MultiHeadDotProductAttention) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax._src.integrations.flax_distillation import add_loss
+from simrf_jax._src.integrations.flax_distillation import Losses, add_loss, mean_loss
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.calibration import call_model
 from simrf_jax._src.integrations.nnx.observers import find_adapters, observing
@@ -40,8 +39,9 @@ def distillation_loss(
       One number, at least in float32.
 
     Raises:
-      ValueError: If no adapter has learned features, an adapter decodes, or a call has segments or
-        a mask with a query axis.
+      ValueError: If no adapter has learned features, an adapter decodes or saw no call, or a call
+        has segments or a mask with a query axis. Where the number of calls is traced, the loss of
+        an adapter without calls is NaN.
 
     Example:
       >>> import jax, optax
@@ -72,11 +72,10 @@ def distillation_loss(
         missing="The model has no learned features: make its RandomFeatureAttention(...) with "
         'feature_map="learned".',
     )
-    # Stacked layers have one loss each.
     losses = {
-        path: Observer(jnp.zeros(adapter.stack_shape()), after=add_loss)
+        path: Observer(Losses.none(adapter.stack_shape()), after=add_loss)
         for path, adapter in adapters.items()
     }
     with observing(adapters, losses):
         _ = (call or call_model)(model, batch)
-    return jnp.mean(jnp.stack([jnp.mean(get_value(own)) for own in losses.values()]))
+    return mean_loss(get_value(own) for own in losses.values())
