@@ -135,7 +135,8 @@ def test_a_swapped_model_is_part_of_another(x):
         def __call__(self, x):
             return self.part(self.part(x))
 
-    swapped = adapters.swap_attention(Around(nn.Dense(WIDTH)), 12)
+    inside = {"where": lambda path, _: path == "inside"}
+    swapped = adapters.swap_attention(Around(nn.Dense(WIDTH)), 12, **inside)
     variables = swapped.init(jax.random.key(0), x)
     inside = {name: {"part": part} for name, part in variables.items()}
     found = jax.jit(Twice(swapped).apply)(inside, x)

@@ -73,7 +73,7 @@ class SwappedAttention(nn.Module):
             is_call = context.method_name == "__call__"
             if not is_call or not isinstance(layer, nn.MultiHeadDotProductAttention):
                 return next_function(*args, **kwargs)
-            path = ".".join(layer.path) or "itself"
+            path = ".".join(layer.path[len(self.path) :]) or "itself"
             rules = (rule for rule in self.rules if rule.where is None or rule.where(path, layer))
             if (rule := next(rules, None)) is None:
                 return next_function(*args, **kwargs)
