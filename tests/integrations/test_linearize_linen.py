@@ -102,20 +102,20 @@ def test_the_choice_is_that_of_nnx():
 
 
 class Around(nn.Module):
-    """A layer of attention in the call, and another in a field."""
+    """A layer of attention in the call, with the name of an adapter, and another in a field."""
 
     field: nn.Module
 
     @nn.compact
     def __call__(self, x):
-        return self.field(x + nn.MultiHeadDotProductAttention(HEADS, name="inside")(x))
+        return self.field(x + nn.MultiHeadDotProductAttention(HEADS, name="attention_fn")(x))
 
 
 def test_layers_in_fields_are_converted():
     model = Around(nn.MultiHeadDotProductAttention(HEADS))
     variables = model.init(jax.random.key(0), batches()[0])
     found = linearize(model, variables)
-    assert list(found.layers) == ["field", "inside"]
+    assert list(found.layers) == ["attention_fn", "field"]
     made = jax.eval_shape(found.model.init, jax.random.key(0), batches()[0])
     chex.assert_trees_all_equal_shapes(made, found.variables)
 

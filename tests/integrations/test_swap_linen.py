@@ -146,6 +146,39 @@ def test_a_swapped_model_is_part_of_another(x):
     chex.assert_trees_all_equal_shapes(made, inside)
 
 
+JittedLayer = nn.jit(Layer)
+
+
+class Jitted(nn.Module):
+    """A layer that Flax compiles by itself."""
+
+    @nn.compact
+    def __call__(self, x):
+        return JittedLayer(freeze({}), name="compiled")(x)
+
+
+def test_layers_in_nn_jit_are_those_of_the_swap(x):
+    original = Jitted()
+    params = original.init(jax.random.key(0), x)["params"]
+    exact = original.apply({"params": params}, x)
+    model = adapters.swap_attention(original, 12)
+    variables = variables_of(model, params, x)
+    found = model.apply(variables, x)
+    assert not np.allclose(found, exact)
+    np.testing.assert_array_equal(model.apply(variables, x), found)
+    wide = adapters.swap_attention(original, 12, exact_bandwidth=LENGTH)
+    np.testing.assert_allclose(wide.apply(variables, x), exact, atol=1e-5)
+    np.testing.assert_array_equal(original.apply(variables, x), exact)
+
+
+def test_a_part_keeps_its_own_swap(x):
+    part = adapters.swap_attention(Around(nn.Dense(WIDTH)), 12)
+    variables = adapters.swap_attention(Around(part), 20).init(jax.random.key(0), x)
+    of_parts = variables["random_features"]
+    assert of_parts["inside"]["attention_fn"]["projection"].shape[1] == 20
+    assert of_parts["module"]["inside"]["attention_fn"]["projection"].shape[1] == 12
+
+
 class Scanned(nn.Module):
     """Two layers in a scan, which recompute what they need for gradients."""
 

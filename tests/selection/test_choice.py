@@ -268,3 +268,28 @@ def test_choice_refuses(options, error, match):
         choose_num_features(
             **{"query": query, "key": key, "value": value, "relative_error": 0.1, **options}
         )
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [5, 20, 100])
+def test_a_prediction_that_cannot_hold_reaches_nothing(scale):
+    # Each query attends to one key, so errors of the estimates of all others hardly count to first
+    # order. At a scale of 20 the prediction alone would be 1e-5, and measured errors are 2.7.
+    query, key, value = np.random.default_rng(0).normal(size=(3, 2, 12, 1, 4))
+    choice = choose_num_features(
+        scale * query,
+        scale * key,
+        value,
+        relative_error=0.1,
+        max_features=24,
+        num_queries=4,
+        trials=False,
+    )
+    assert choice.reached is False
+    assert choice.predicted_error >= 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_error_that_overflows_is_infinite():
+    query, key, value = 20 * np.random.default_rng(0).normal(size=(3, 12, 1, 4))
+    assert attention_error(query, key, value, 24, coupling="simplex") == np.inf

@@ -186,11 +186,12 @@ class Matern(ScaleMixture):
     distance instead.
 
     Attributes:
-      nu: Smoothness :math:`\nu`. Samples of a Gaussian process have fewer than :math:`\nu`
-        derivatives.
+      nu: Smoothness :math:`\nu`, at least 0.2. Samples of a Gaussian process have fewer than
+        :math:`\nu` derivatives.
 
     Raises:
-      ValueError: If ``nu`` is not a positive number.
+      TypeError: If ``nu`` is not a number.
+      ValueError: If ``nu`` is below 0.2 or not finite. Quadrature over s is accurate from there on.
 
     Example:
       >>> import jax.numpy as jnp, simrf_jax
@@ -209,7 +210,7 @@ class Matern(ScaleMixture):
     nu: float = 1.5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nu", _positive("nu", self.nu))
+        object.__setattr__(self, "nu", _at_least("nu", self.nu, 0.2))
 
     @property
     def step(self) -> float:
@@ -238,10 +239,13 @@ class RationalQuadratic(ScaleMixture):
     Here :math:`\alpha s` has the Gamma law of shape :math:`\alpha`.
 
     Attributes:
-      alpha: Shape :math:`\alpha`. The larger it is, the closer the kernel is to the Gaussian one.
+      alpha: Shape :math:`\alpha`, at least 0.3. The larger it is, the closer the kernel is to the
+        Gaussian one.
 
     Raises:
-      ValueError: If ``alpha`` is not a positive number.
+      TypeError: If ``alpha`` is not a number.
+      ValueError: If ``alpha`` is below 0.3 or not finite. Quadrature over s is accurate from there
+        on.
 
     References:
       Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), Eq. 4.19,
@@ -251,7 +255,7 @@ class RationalQuadratic(ScaleMixture):
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", _positive("alpha", self.alpha))
+        object.__setattr__(self, "alpha", _at_least("alpha", self.alpha, 0.3))
 
     @property
     def step(self) -> float:
@@ -271,7 +275,7 @@ class RationalQuadratic(ScaleMixture):
 
 @dataclasses.dataclass(frozen=True)
 class PoweredExponential(ScaleMixture):
-    r"""The powered exponential kernel, :math:`e^{-r^p}` for 0 < p < 2.
+    r"""The powered exponential kernel, :math:`e^{-r^p}` for p from 0.4 to 1.9.
 
     Its rows have an isotropic stable law: s / 2 is a positive stable variable of index p / 2. For p
     = 1 it is the Laplace kernel, like ``Matern(0.5)``. For p = 2 it would be the Gaussian kernel at
@@ -281,7 +285,9 @@ class PoweredExponential(ScaleMixture):
       power: Exponent p.
 
     Raises:
-      ValueError: If ``power`` is not between 0 and 2.
+      TypeError: If ``power`` is not a number.
+      ValueError: If ``power`` is below 0.4, where quadrature over s is not accurate, or above 1.9:
+        its time grows like 1 / (2 - p)^2.
 
     References:
       Nolan, Univariate Stable Distributions (2020), Sec. 3.3 for the integral over angles,
@@ -291,9 +297,9 @@ class PoweredExponential(ScaleMixture):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "power", _positive("power", self.power))
-        if self.power >= 2:
-            raise ValueError(f"power must be less than 2, got {self.power}.")
+        object.__setattr__(self, "power", _at_least("power", self.power, 0.4))
+        if self.power > 1.9:
+            raise ValueError(f"power must be at most 1.9, got {self.power}.")
 
     @property
     def step(self) -> float:
@@ -349,10 +355,13 @@ def _root(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
-def _positive(name: str, value: Any) -> float:
-    """Returns a parameter as a Python number after checking it."""
+def _at_least(name: str, value: Any, least: float) -> float:
+    """Returns a parameter as a Python number after checking it.
+
+    For smaller parameters, the law of s has more than 2e-7 of its mass outside the range of log s.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive number, got {value}.")
+    if not least <= value < math.inf:
+        raise ValueError(f"{name} must be finite and at least {least}, got {value}.")
     return float(value)

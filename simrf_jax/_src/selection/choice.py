@@ -22,6 +22,7 @@ from simrf_jax._src.theory.positive import optimal_parameter
 ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive", "calibrated"]
 _LEAST_DRAWS = 4  # Each trial draws a separate W for every head.
 _LEAST_PROJECTIONS = 32  # If there are few heads, trials are added up to this number of W.
+_LARGEST_SQUARED_DISTANCE = 1000.0  # The time and memory of predictions grow with its square.
 _INDEPENDENT, _ANTIPODAL = Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal")
 # The orthogonal rows of hyperbolic features, with their negatives, are a cross-polytope.
 _CANDIDATES: tuple[tuple[ChosenFeatures, ClosedFormCoupling], ...] = (
@@ -176,7 +177,9 @@ def choose_num_features(
     coupling, and returns the choice with the fewest entries that reaches ``relative_error``. If
     none does with ``max_features`` entries, the result says so and contains the best choice. The
     prediction is accurate where it is small, and too high for vectors with a few long axes; see
-    ``attention_error``. A large prediction only shows that the map is unsuitable.
+    ``attention_error``. A large prediction only shows that the map is unsuitable. A prediction
+    counts as 1 or more where it cannot hold: if the mean relative variance of the normalizers, the
+    sums of a query's kernel estimates, is above 1, or some :math:`|x + y|^2` above 1,000.
 
     Calibrated features are for vectors so long that the prediction fails. They are measured
     instead, with several draws of cross-polytopes: fitted on the first half of the data, and tested
@@ -294,6 +297,21 @@ def _predicted(
 ) -> Iterator[FeatureChoice]:
     """Yields the choices according to the closed form."""
     parameter = float(optimal_parameter(squared_distance, inputs.dim))
+    if _largest_squared_distance(inputs) > _LARGEST_SQUARED_DISTANCE:
+        yield FeatureChoice(
+            reached=False,
+            features="optimal_positive",
+            coupling="cross_polytope",
+            num_features=max_features,
+            num_entries=max_features,
+            parameter=parameter,
+            predicted_error=np.inf,
+            standard_error=None,
+            relative_error=relative_error,
+            mean_squared_distance=squared_distance,
+        )
+        return
+    num_queries = len(inputs.heads) * inputs.x.shape[-2]
     kinds = (SAME_ROW, _ANTIPODAL, _INDEPENDENT)
     plain = error_terms(inputs.queries_of_all_heads(), 0.0, "chi", kinds)
     tilted = error_terms(inputs.queries_of_all_heads(), parameter, "chi", kinds[:2])
@@ -307,23 +325,32 @@ def _predicted(
         for size in range(1, max_features // entries + 1):
             rows = coupled_rows(size, inputs.dim, coupling)
             rows = rows.with_antipodes() if features == "hyperbolic" else rows
-            error = terms.relative_error(rows) / len(inputs.heads)
+            error, of_normalizers = terms.errors(rows) / (len(inputs.heads), num_queries)
+            if of_normalizers > 1:
+                error = max(error, 1.0)
             if error < least:
                 least, num_features = error, size
             if error <= relative_error:
                 break
         yield FeatureChoice(
-            reached=least <= relative_error,
+            reached=bool(least <= relative_error),
             features=features,
             coupling=coupling,
             num_features=num_features,
             num_entries=num_features * entries,
             parameter=own_parameter,
-            predicted_error=least,
+            predicted_error=float(least),
             standard_error=None,
             relative_error=relative_error,
             mean_squared_distance=squared_distance,
         )
+
+
+def _largest_squared_distance(inputs: AttentionInputs) -> float:
+    """Returns the largest |x + y|^2 of a head, a query and a key."""
+    squares = [np.sum(one**2, axis=-1) for one in (inputs.x, inputs.y)]
+    products = inputs.x @ np.swapaxes(inputs.y, -1, -2)
+    return float(np.max(squares[0][..., None] + squares[1][..., None, :] + 2 * products))
 
 
 def _mean_squared_distance(inputs: AttentionInputs) -> float:

@@ -35,14 +35,19 @@ class QueryPoint(NamedTuple):
     squared_outputs: float
 
     @property
-    def weights(self) -> Float64[np.ndarray, "n n"]:
-        """Factors p_j p_l (V_j - o) . (V_l - o) of the covariances in the relative error."""
+    def weights(self) -> Float64[np.ndarray, "2 n n"]:
+        """Factors of the covariances in the relative errors of the output and of the normalizer.
+
+        They are p_j p_l (V_j - o) . (V_l - o) and p_j p_l.
+        """
         p = self.probabilities
+        of_normalizer = np.outer(p, p)
         if self.value is not None:
             deviations = p[:, None] * (self.value - p @ self.value)
-            return deviations @ deviations.T / self.squared_outputs
-        products = np.diag(np.ones(p.size)) - p[:, None] - p + p @ p
-        return np.outer(p, p) * products / self.squared_outputs
+            of_output = deviations @ deviations.T
+        else:
+            of_output = of_normalizer * (np.diag(np.ones(p.size)) - p[:, None] - p + p @ p)
+        return np.stack([of_output / self.squared_outputs, of_normalizer])
 
 
 class AttentionInputs(NamedTuple):

@@ -80,7 +80,9 @@ def attention_error(
     vectors, the law of the estimates has heavy tails: a few rare draws make up the variance, the
     output is bounded as an average of values, and the prediction is far above the error of most
     draws. A prediction above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large;
-    ``choose_num_features`` measures the error of calibrated features instead.
+    ``choose_num_features`` measures the error of calibrated features instead. The prediction is far
+    too low where each query attends to nearly one key and the estimate of that kernel has a large
+    error: the expansion weighs all other keys by their exact weights.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.
@@ -145,7 +147,7 @@ def attention_error(
     for head in inputs.heads:
         points = inputs.queries(head, is_causal=is_causal)
         terms = error_terms(points, parameters[head[-1]], norms, rows.kinds)
-        errors.append(terms.relative_error(rows))
+        errors.append(terms.errors(rows)[0])
     return np.reshape(errors, (*np.shape(query)[:-3], inputs.num_heads))
 
 
@@ -175,24 +177,29 @@ class ErrorTerms(NamedTuple):
     Attributes:
       parallel: Sums for the rows w and w, and for w and -w, by their cosine. Empty for fixed norms.
       spectra: Sums for each degree of the harmonics, by the relation of norms.
-      squared_bias: Relative squared error of the mean estimate.
+      squared_bias: Squared error of the mean estimate.
     """
 
-    parallel: dict[float, float]
-    spectra: dict[NormRelation, Float64[np.ndarray, " degrees"]]
-    squared_bias: float
+    parallel: dict[float, Float64[np.ndarray, " 2"]]
+    spectra: dict[NormRelation, Float64[np.ndarray, "degrees 2"]]
+    squared_bias: Float64[np.ndarray, " 2"]
 
-    def relative_error(self, rows: Rows) -> float:
-        """Returns the expected squared error divided by the squared norm of the outputs."""
-        total = 0.0
+    def errors(self, rows: Rows) -> Float64[np.ndarray, " 2"]:
+        """Returns two expected relative squared errors.
+
+        The first is that of the outputs, divided by their squared norm. The second is that of the
+        normalizers, summed over the queries. Infinity stands for numbers that are not known.
+        """
+        total = np.zeros(2)
         for pair in rows.kinds:
             if is_parallel(pair, rows.norms):
-                total += pair.weight * self.parallel[pair.cosine]
+                total = total + pair.weight * self.parallel[pair.cosine]
             else:
                 spectrum = self.spectra[pair.norms]
                 polynomials = gegenbauer(np.array(pair.cosine), rows.dim, len(spectrum) - 1)
-                total += pair.weight * float(polynomials @ spectrum)
-        return rows.weight**2 / rows.num_rows * total + self.squared_bias
+                total = total + pair.weight * (polynomials @ spectrum)
+        errors = rows.weight**2 / rows.num_rows * total + self.squared_bias
+        return np.where(np.isnan(errors), np.inf, errors)
 
 
 def error_terms(
@@ -206,16 +213,18 @@ def error_terms(
       norms: Law of the row norms.
       kinds: Kinds of pairs, regardless of weights and angles.
     """
-    parallel = {pair.cosine: 0.0 for pair in kinds if is_parallel(pair, norms)}
-    spectra = {pair.norms: np.zeros(1) for pair in kinds if not is_parallel(pair, norms)}
-    squared_bias = 0.0
+    parallel = {pair.cosine: np.zeros(2) for pair in kinds if is_parallel(pair, norms)}
+    spectra = {pair.norms: np.zeros((1, 2)) for pair in kinds if not is_parallel(pair, norms)}
+    squared_bias = np.zeros(2)
     for point in points:
         moments, weights = RowCovariances(point.sums, parameter, norms), point.weights
         for cosine in parallel:
-            parallel[cosine] += np.sum(weights * moments.of_parallel_rows(cosine))
+            with np.errstate(over="ignore", invalid="ignore"):  # Covariances may be infinite.
+                parts = np.where(weights == 0, 0, weights * moments.of_parallel_rows(cosine))
+                parallel[cosine] += np.sum(parts, axis=(1, 2))
         for relation, total in spectra.items():
-            spectrum = np.tensordot(moments.of_degrees(relation), weights, axes=2)
-            both = itertools.zip_longest(total, spectrum, fillvalue=0.0)
-            spectra[relation] = np.sum([*both], axis=-1)
-        squared_bias += np.sum(weights * moments.bias_product)
+            spectrum = np.tensordot(moments.of_degrees(relation), weights, axes=([1, 2], [1, 2]))
+            both = itertools.zip_longest(total, spectrum, fillvalue=np.zeros(2))
+            spectra[relation] = np.sum([*both], axis=1)
+        squared_bias += np.sum(weights * moments.bias_product, axis=(1, 2))
     return ErrorTerms(parallel, spectra, squared_bias)

@@ -267,7 +267,7 @@ def _layers(
             raise ValueError(
                 f"No module may have a dot in its name or be called itself, got {name}."
             )
-        if name == "attention_fn":
+        if name == "attention_fn" and "calls" in node:
             yield ".".join(path) or "itself", node["calls"]
         else:
             yield from _layers(node, (*path, name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from simrf_jax._src.integrations.linen.random_features import (
     check_without_sizes,
 )
 
+_SWAP = "simrf_jax.swap_attention"  # A flag of scopes.
+
 
 class Rule(NamedTuple):
     """The adapter for some layers; see ``swap_attention``."""
@@ -27,10 +30,19 @@ class Rule(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unbound:
-    """A model that Flax does not make a submodule of the module that holds it."""
+class Original:
+    """The model of a swap, which Flax does not make a submodule of the module that holds it.
+
+    Attributes:
+      module: The model.
+      number: Number of the swap.
+      found: Paths of the layers that calls have changed so far. A call that ``nn.jit`` has traced
+        before finds none.
+    """
 
     module: nn.Module
+    number: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)
+    found: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
 class SwappedAttention(nn.Module):
@@ -43,7 +55,7 @@ class SwappedAttention(nn.Module):
       rules: The adapters; a layer takes the first whose ``where`` is None or returns True.
     """
 
-    original: Unbound
+    original: Original
     rules: tuple[Rule, ...]
 
     @property
@@ -54,14 +66,17 @@ class SwappedAttention(nn.Module):
     def setup(self) -> None:
         """Puts the model into the scope of this module, which keeps the places of all variables.
 
-        After ``nn.share_scope``, modules in fields of the model would have other paths.
+        After ``nn.share_scope``, modules in fields of the model would have other paths. The scopes
+        of all layers get the number of the swap, so that ``nn.jit`` does not take a layer for that
+        of another swap, which it has traced.
         """
+        scope: Any = self.scope
+        scope.flags = freeze({**scope.flags, _SWAP: self.original.number})
         # Because it has a name, Flax does not give it another one, and a scope of its own.
-        self.bound = self.module.clone(parent=self.scope, name="bound")
+        self.bound = self.module.clone(parent=scope, name="bound")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model with random-feature attention."""
-        found = []
 
         def swap(
             next_function: Callable[..., Any],
@@ -69,26 +84,29 @@ class SwappedAttention(nn.Module):
             kwargs: dict[str, Any],
             context: Any,
         ) -> Any:
-            layer = context.module
+            layer, number = context.module, self.original.number
             is_call = context.method_name == "__call__"
             if not is_call or not isinstance(layer, nn.MultiHeadDotProductAttention):
+                return next_function(*args, **kwargs)
+            scope: Any = layer.scope
+            if scope.flags.get(_SWAP, number) != number:  # It is in a part with its own swap.
                 return next_function(*args, **kwargs)
             path = ".".join(layer.path[len(self.path) :]) or "itself"
             rules = (rule for rule in self.rules if rule.where is None or rule.where(path, layer))
             if (rule := next(rules, None)) is None:
                 return next_function(*args, **kwargs)
-            found.append(path)
+            self.original.found.add(path)
             flax_attention.check_sowing(kwargs.get("sow_weights", False))
             if isinstance(layer.attention_fn, Adapter):  # The changed layer is intercepted again.
                 return next_function(*args, **kwargs)
             _check(path, layer)
             # Without a parent, Flax stores its variables below the layer.
             adapter = rule.adapter(rule.num_features, parent=None, **rule.options)
-            return layer.clone(attention_fn=adapter, parent=layer.scope)(*args, **kwargs)
+            return layer.clone(attention_fn=adapter, parent=scope)(*args, **kwargs)
 
         with nn.intercept_methods(swap):
             out = self.bound(*args, **kwargs)
-        if not found:
+        if not self.original.found:
             raise ValueError(
                 "model must call an nn.MultiHeadDotProductAttention for which where is None or "
                 "returns True, got none. Where a model calls attention itself, let it call a "
@@ -111,10 +129,12 @@ def swap_attention(
     trained model fit. The other collections, such as ``random_features`` with W, come from
     ``init``. The result is a Linen module: it can be jitted, and ``calibrate``,
     ``distillation_loss`` and ``attention_report`` take it as their model. The original is not
-    changed. Layers that have an adapter keep it. Swap a swapped model again to give the layers that
-    the first swap leaves out other options.
+    changed. Layers that have an adapter keep it, and so do swapped models that are parts of the
+    model. Swap a swapped model again to give the layers that the first swap leaves out other
+    options.
 
-    Only ``__call__`` is replaced, not other methods of the model. Layers inside ``nn.scan`` or
+    Only ``__call__`` is replaced, not other methods of the model. Inside ``@nn.compact`` methods the
+    result is a new module, with its own name in the places of all variables. Layers inside ``nn.scan`` or
     ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in their ``variable_axes``.
 
     Args:
@@ -167,8 +187,8 @@ def check_linen(model: Any, name: str) -> None:
 def with_rules(model: nn.Module, *rules: Rule) -> SwappedAttention:
     """Returns a model that follows rules, after those that it follows already."""
     if isinstance(model, SwappedAttention):
-        return SwappedAttention(model.original, (*model.rules, *rules))
-    return SwappedAttention(Unbound(model), rules)
+        return SwappedAttention(Original(model.module), (*model.rules, *rules))
+    return SwappedAttention(Original(model), rules)
 
 
 def _check(path: str, layer: nn.MultiHeadDotProductAttention) -> None:
