@@ -133,9 +133,10 @@ def swap_attention(
     model. Swap a swapped model again to give the layers that the first swap leaves out other
     options.
 
-    Only ``__call__`` is replaced, not other methods of the model. Inside ``@nn.compact`` methods the
-    result is a new module, with its own name in the places of all variables. Layers inside ``nn.scan`` or
-    ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in their ``variable_axes``.
+    Only ``__call__`` is replaced, not other methods of the model. In a ``@nn.compact`` method the
+    result is a new module, whose name is part of the places of its variables. Layers inside
+    ``nn.scan`` or ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in their
+    ``variable_axes``.
 
     Args:
       model: A model that calls ``nn.MultiHeadDotProductAttention`` layers.
