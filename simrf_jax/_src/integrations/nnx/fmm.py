@@ -68,8 +68,8 @@ class FMMAttention(Adapter):
         else ``params``.
 
     Raises:
-      TypeError: If ``RandomFeatureAttention`` would raise it, or ``feature_maps`` is neither a tuple
-        nor a list.
+      TypeError: If ``RandomFeatureAttention`` would raise it, or ``feature_maps`` is neither a
+        tuple nor a list.
       ValueError: If ``RandomFeatureAttention`` would raise it, if there is not one number of
         features for each feature map, or when called with a cache for another bandwidth.
 
