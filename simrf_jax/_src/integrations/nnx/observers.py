@@ -29,7 +29,7 @@ def find_adapters(
 
     Args:
       model: The model.
-      verb: What is to be done with it.
+      verb: Verb for the purpose, such as "calibrate".
       having: True for the adapters to return.
       missing: Sentence about a model without any.
 

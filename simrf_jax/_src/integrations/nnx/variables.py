@@ -28,7 +28,7 @@ class LearnedRows(nnx.Param):
 
 
 class Observer(nnx.Variable):
-    """What ``calibrate``, ``distillation_loss`` or ``attention_report`` know of an adapter's calls.
+    """A record of an adapter's calls, for ``calibrate``, ``distillation_loss`` or a report.
 
     Its metadata ``after`` is a function of the value, a call and its attention that returns the
     next value.
