@@ -120,11 +120,12 @@ def test_layers_in_fields_have_the_paths_of_their_parameters(x):
     model = nn.Sequential([nn.Dense(WIDTH), Around(Around(attention))])
     swapped = adapters.swap_attention(model, 12, where=lambda path, _: path.endswith("module"))
     variables = swapped.init(jax.random.key(0), x)
-    chex.assert_trees_all_equal(variables["params"], model.init(jax.random.key(0), x)["params"])
+    expected = model.init(jax.random.key(0), x)["params"]
+    chex.assert_trees_all_equal_shapes(variables["params"], expected)
     assert list(variables["random_features"]) == ["layers_1"]
     assert list(variables["random_features"]["layers_1"]) == ["module"]
     assert list(variables["random_features"]["layers_1"]["module"]) == ["module"]
-    # The name of a field of the model is not taken by the replacement.
+    # The replacement does not take the name of a field of the model.
     adapters.swap_attention(Around(attention), 12).init(jax.random.key(0), x)
 
 
@@ -155,6 +156,30 @@ class Jitted(nn.Module):
     @nn.compact
     def __call__(self, x):
         return JittedLayer(freeze({}), name="compiled")(x)
+
+
+class Remat(nn.Module):
+    """A model that is made in a call, swapped there, and recomputed for gradients."""
+
+    swaps: bool = True
+
+    @nn.compact
+    def __call__(self, x):
+        model = Around(nn.Dense(WIDTH), name="model")
+        if self.swaps:
+            model = adapters.swap_attention(model, 12, exact_bandwidth=LENGTH)
+        return nn.remat(lambda model, x: model(x))(model, x)
+
+
+def test_a_model_is_swapped_where_it_is_made(x):
+    params = Remat(swaps=False).init(jax.random.key(0), x)["params"]
+    variables = variables_of(Remat(), params, x)
+
+    def loss(params, model):
+        return jnp.mean(model.apply({**variables, "params": params}, x) ** 2)
+
+    found, expected = (jax.grad(loss)(params, Remat(swaps=swaps)) for swaps in (True, False))
+    chex.assert_trees_all_close(found, expected, atol=1e-4)
 
 
 def test_layers_in_nn_jit_are_those_of_the_swap(x):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from flax import linen as nn
 from flax.core import freeze
+from flax.traverse_util import flatten_dict
 
 from simrf_jax._src.integrations import flax_attention
 from simrf_jax._src.integrations.linen.adapter import Adapter
@@ -29,54 +28,38 @@ class Rule(NamedTuple):
     adapter: type[RandomFeatureAttention] = RandomFeatureAttention
 
 
-@dataclasses.dataclass(frozen=True)
-class Original:
-    """The model of a swap, which Flax does not make a submodule of the module that holds it.
-
-    Attributes:
-      module: The model.
-      number: Number of the swap.
-      found: Paths of the layers that calls have changed so far. A call that ``nn.jit`` has traced
-        before finds none.
-    """
-
-    module: nn.Module
-    number: int = dataclasses.field(default_factory=itertools.count().__next__, compare=False)
-    found: set[str] = dataclasses.field(default_factory=set, compare=False)
-
-
 class SwappedAttention(nn.Module):
     """A model whose softmax attention is replaced by random-feature attention in each call.
 
     ``swap_attention`` makes it.
 
     Attributes:
-      original: The model.
+      swapped_model: The model; its parameters are in the same places as without the replacement.
       rules: The adapters; a layer takes the first whose ``where`` is None or returns True.
     """
 
-    original: Original
+    swapped_model: nn.Module
     rules: tuple[Rule, ...]
 
     @property
     def module(self) -> nn.Module:
-        """The model, as it was given."""
-        return self.original.module
+        """The model."""
+        return self.swapped_model
 
     def setup(self) -> None:
-        """Puts the model into the scope of this module, which keeps the places of all variables.
+        """Shares the scope of the model, which keeps the places of all variables.
 
-        After ``nn.share_scope``, modules in fields of the model would have other paths. The scopes
-        of all layers get the number of the swap, so that ``nn.jit`` does not take a layer for that
-        of another swap, which it has traced.
+        The scopes get a flag, so that ``nn.jit`` does not take a layer for that of another swap.
         """
+        nn.share_scope(self, self.swapped_model)
         scope: Any = self.scope
-        scope.flags = freeze({**scope.flags, _SWAP: self.original.number})
-        # Because it has a name, Flax does not give it another one, and a scope of its own.
-        self.bound = self.module.clone(parent=scope, name="bound")
+        scope.flags = freeze({**scope.flags, _SWAP: (scope.path, _number(self.rules))})
+        _move_below(scope, self.swapped_model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model with random-feature attention."""
+        found = []
+        here: Any = self.scope
 
         def swap(
             next_function: Callable[..., Any],
@@ -84,18 +67,19 @@ class SwappedAttention(nn.Module):
             kwargs: dict[str, Any],
             context: Any,
         ) -> Any:
-            layer, number = context.module, self.original.number
+            layer = context.module
             is_call = context.method_name == "__call__"
             if not is_call or not isinstance(layer, nn.MultiHeadDotProductAttention):
                 return next_function(*args, **kwargs)
             scope: Any = layer.scope
-            if scope.flags.get(_SWAP, number) != number:  # It is in a part with its own swap.
-                return next_function(*args, **kwargs)
-            path = ".".join(layer.path[len(self.path) :]) or "itself"
+            if scope.flags.get(_SWAP, here.flags[_SWAP]) != here.flags[_SWAP]:
+                return next_function(*args, **kwargs)  # It is in a part that has its own swap.
+            is_below = layer.path[: len(self.path)] == self.path
+            path = ".".join(layer.path[len(self.path) if is_below else 0 :]) or "itself"
             rules = (rule for rule in self.rules if rule.where is None or rule.where(path, layer))
             if (rule := next(rules, None)) is None:
                 return next_function(*args, **kwargs)
-            self.original.found.add(path)
+            found.append(path)
             flax_attention.check_sowing(kwargs.get("sow_weights", False))
             if isinstance(layer.attention_fn, Adapter):  # The changed layer is intercepted again.
                 return next_function(*args, **kwargs)
@@ -105,14 +89,36 @@ class SwappedAttention(nn.Module):
             return layer.clone(attention_fn=adapter, parent=scope)(*args, **kwargs)
 
         with nn.intercept_methods(swap):
-            out = self.bound(*args, **kwargs)
-        if not self.original.found:
+            out = self.swapped_model(*args, **kwargs)
+        if not found and not self._has_adapters():  # nn.jit may have traced all layers before.
             raise ValueError(
                 "model must call an nn.MultiHeadDotProductAttention for which where is None or "
                 "returns True, got none. Where a model calls attention itself, let it call a "
                 "RandomFeatureAttention instead."
             )
         return out
+
+    def _has_adapters(self) -> bool:
+        """Returns whether some adapter has variables."""
+        return any("attention_fn" in place for place in flatten_dict(dict(self.variables)))
+
+
+def _number(rules: tuple[Rule, ...]) -> int:
+    """Returns a number that differs between rules, and is equal for equal ones without arrays."""
+    try:
+        return hash(rules)
+    except TypeError:
+        return id(rules)
+
+
+def _move_below(scope: Any, module: Any) -> None:
+    """Completes ``nn.share_scope``: modules in fields of a module get paths below its new scope."""
+    for child in module._state.children.values():
+        inner: Any = getattr(child, "scope", None)  # Children may be other things than modules.
+        if inner is not None and inner.parent is scope:
+            inner.path = inner.debug_path = (*scope.path, inner.name)
+            inner.flags = scope.flags
+            _move_below(inner, child)
 
 
 def swap_attention(
@@ -133,10 +139,8 @@ def swap_attention(
     model. Swap a swapped model again to give the layers that the first swap leaves out other
     options.
 
-    Only ``__call__`` is replaced, not other methods of the model. In a ``@nn.compact`` method the
-    result is a new module, whose name is part of the places of its variables. Layers inside
-    ``nn.scan`` or ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in their
-    ``variable_axes``.
+    Only ``__call__`` is replaced, not other methods of the model. Layers inside ``nn.scan`` or
+    ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in their ``variable_axes``.
 
     Args:
       model: A model that calls ``nn.MultiHeadDotProductAttention`` layers.
@@ -188,8 +192,8 @@ def check_linen(model: Any, name: str) -> None:
 def with_rules(model: nn.Module, *rules: Rule) -> SwappedAttention:
     """Returns a model that follows rules, after those that it follows already."""
     if isinstance(model, SwappedAttention):
-        return SwappedAttention(Original(model.module), (*model.rules, *rules))
-    return SwappedAttention(Original(model), rules)
+        return SwappedAttention(model.swapped_model, (*model.rules, *rules))
+    return SwappedAttention(model, rules)
 
 
 def _check(path: str, layer: nn.MultiHeadDotProductAttention) -> None:
