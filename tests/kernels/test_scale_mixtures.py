@@ -67,6 +67,21 @@ def test_the_density_of_scales_is_that_of_the_kernel(kernel):
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
+LEAST = {
+    Matern(0.2): matern(0.2),
+    RationalQuadratic(0.3): KERNELS[RationalQuadratic(0.3)],
+    PoweredExponential(0.4): lambda r: mpmath.exp(-(r**0.4)),
+}
+
+
+@pytest.mark.parametrize("kernel", LEAST, ids=str)
+def test_the_law_of_scales_is_accurate_for_the_least_parameters(kernel):
+    with enable_x64(True):
+        found = ScaleMixture.profile(kernel, jnp.asarray(DISTANCES**2))
+    expected = [float(LEAST[kernel](mpmath.mpf(float(r)))) for r in DISTANCES]
+    np.testing.assert_allclose(found, expected, atol=2e-7)
+
+
 @pytest.mark.parametrize("dim", [1, 2, 5, 64])
 @pytest.mark.parametrize("nu", [0.5, 1.5])
 def test_norms_of_the_multivariate_t_law(nu, dim):

@@ -143,7 +143,7 @@ def check_moments(name: str, moments: Moments) -> None:
         raise ValueError(
             f"{name} and its squares must be finite at all tokens that are not padding."
         )
-    if not checks.is_traced(moments) and not jnp.all(moments.num_vectors > 0):
+    if not checks.is_traced(moments) and not np.all(np.asarray(moments.num_vectors) > 0):
         raise ValueError(f"{name} must have a token that is not padding.")
 
 

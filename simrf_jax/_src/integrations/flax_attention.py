@@ -130,6 +130,9 @@ class AttentionFn:
     def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
         """Attends to the tokens in the cache and those of a call, and updates the cache."""
 
+    def _check_sizes(self, num_key_heads: int, head_dim: int) -> None:
+        """Checks the sizes of a call against those of the adapter, if it has its own."""
+
     def _observe(self, request: Request, mechanism: Any) -> None:
         """Records a call for ``calibrate``, ``distillation_loss`` or ``attention_report``."""
 
@@ -193,6 +196,7 @@ class AttentionFn:
         """
         del dropout_rng, broadcast_dropout, force_fp32_for_softmax
         check_fields(self)  # They may have been set after creation.
+        self._check_sizes(*key.shape[-2:])
         if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
             raise ValueError(
                 "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "

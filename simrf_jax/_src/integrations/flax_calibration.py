@@ -243,7 +243,7 @@ def _check_sums(queries: Moments, keys: Moments) -> None:
     if not checks.are_finite((queries, keys)):
         raise ValueError("Queries or keys of the batches are not finite, so nothing can be fitted.")
     counts = (queries.num_vectors, keys.num_vectors)
-    if not checks.is_traced(counts) and not all(bool(jnp.all(count > 0)) for count in counts):
+    if not checks.is_traced(counts) and not np.all(np.asarray(counts) > 0):
         raise ValueError(
             "An adapter has seen no tokens, so nothing can be fitted: call the whole model. A "
             "lifted transformation around the adapter must pass its moments on: nn.scan and "

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from simrf_jax._src import checks
 from simrf_jax._src.attention import RandomFeatureMechanism
@@ -20,12 +21,12 @@ class Losses(NamedTuple):
     """The sum of the losses of an adapter's calls, and their number; or of a stack of layers."""
 
     total: jax.Array
-    num_calls: jax.Array
+    num_calls: jax.Array | np.ndarray
 
     @classmethod
     def none(cls, lead: tuple[int, ...]) -> Losses:
         """Returns the losses of no calls, for a stack of layers of a leading shape."""
-        return cls(jnp.zeros(lead), jnp.zeros(lead, int))
+        return cls(jnp.zeros(lead), np.zeros(lead, int))
 
 
 def add_loss(losses: Losses, request: Request, mechanism: RandomFeatureMechanism) -> Losses:
@@ -53,7 +54,7 @@ def add_loss(losses: Losses, request: Request, mechanism: RandomFeatureMechanism
 
 
 def mean_loss(adapters: Iterable[Losses]) -> jax.Array:
-    """Returns the mean loss of some adapters; NaN if the traced number of one's calls is 0.
+    """Returns the mean loss of some adapters; NaN if one has no calls, and their number is traced.
 
     Raises:
       ValueError: If the number is known to be 0.
@@ -61,7 +62,7 @@ def mean_loss(adapters: Iterable[Losses]) -> jax.Array:
     means = []
     for losses in adapters:
         has_calls = losses.num_calls > 0
-        if not checks.is_traced(has_calls) and not jnp.all(has_calls):
+        if not checks.is_traced(has_calls) and not np.all(has_calls):
             raise ValueError(
                 "An adapter with learned features saw no call: call the whole model. A lifted "
                 "transformation around it must pass its loss on: nn.scan and nn.vmap by "

@@ -177,9 +177,9 @@ def choose_num_features(
     coupling, and returns the choice with the fewest entries that reaches ``relative_error``. If
     none does with ``max_features`` entries, the result says so and contains the best choice. The
     prediction is accurate where it is small, and too high for vectors with a few long axes; see
-    ``attention_error``. A large prediction only shows that the map is unsuitable. A prediction
-    counts as 1 or more where it cannot hold: if the mean relative variance of the normalizers, the
-    sums of a query's kernel estimates, is above 1, or some :math:`|x + y|^2` above 1,000.
+    ``attention_error``. A large prediction only shows that the map is unsuitable. A small one
+    counts as infinite where it cannot hold: if the mean relative variance of the normalizers, the
+    sums of a query's kernel estimates, is above 1, or some :math:`|x + y|^2` is above 1,000.
 
     Calibrated features are for vectors so long that the prediction fails. They are measured
     instead, with several draws of cross-polytopes: fitted on the first half of the data, and tested
@@ -321,19 +321,20 @@ def _predicted(
         is_tilted = features == "optimal_positive"
         terms, own_parameter = (tilted, parameter) if is_tilted else (plain, 0.0)
         entries = 2 if features == "hyperbolic" else 1  # For each row.
-        least, num_features = np.inf, 1
+        least, num_features, reached = np.inf, 1, False
         for size in range(1, max_features // entries + 1):
             rows = coupled_rows(size, inputs.dim, coupling)
             rows = rows.with_antipodes() if features == "hyperbolic" else rows
             error, of_normalizers = terms.errors(rows) / (len(inputs.heads), num_queries)
-            if of_normalizers > 1:
-                error = max(error, 1.0)
-            if error < least:
+            if error <= least:
                 least, num_features = error, size
-            if error <= relative_error:
+            reached = bool(error <= relative_error and of_normalizers <= 1)
+            if reached:
                 break
+        if not reached and least <= relative_error:
+            least = np.inf
         yield FeatureChoice(
-            reached=bool(least <= relative_error),
+            reached=reached,
             features=features,
             coupling=coupling,
             num_features=num_features,

@@ -167,7 +167,7 @@ MOMENTS = {
 @pytest.mark.parametrize("times", [1, 2, 3])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_interrupts_print_one_line_and_lose_nothing(start, moment, times, whole, tmp_path):
-    # On a fast machine the run would else end before the interrupt.
+    # On a fast machine the run would otherwise end before the interrupt.
     process = start(tmp_path / "run", call=f"at_row({STEPS}, wait)", **CHANGES)
     commands.wait_until((tmp_path / "run" / MOMENTS[moment]).exists, process)
     interrupt(process, times)

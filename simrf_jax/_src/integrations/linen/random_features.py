@@ -218,7 +218,7 @@ class RandomFeatureAttention(Adapter):
         """Updates the variables of ``calibrate``, ``distillation_loss`` or ``attention_report``."""
         if sums := self._asked_for("calibration_moments", "moments", "calibrate"):
             sums.value = flax_calibration.add_moments(sums.value, request)
-        if total := self._asked_for("distillation", "loss", "distil"):
+        if total := self._asked_for("distillation", "loss", "distill"):
             total.value = flax_distillation.add_loss(total.value, request, mechanism)
         # mutable=True and Flax's DenyList admit any name, but do not request a report.
         is_asked = self.is_mutable_collection("attention_calls")

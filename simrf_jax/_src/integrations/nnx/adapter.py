@@ -77,13 +77,17 @@ class Adapter(AttentionFn, nnx.Module):
         for name, value in flax_repr.shown_fields(fields | switches, _SWITCHES).items():
             yield reprlib.Attr(name, value, use_raw_value=True)
 
-    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
-        """Returns the attention of ``num_heads`` query heads, after a check of the key heads."""
+    def _check_sizes(self, num_key_heads: int, head_dim: int) -> None:
+        """Raises ``ValueError`` if the keys of a call have other heads."""
         if (num_key_heads, head_dim) != (self.num_heads, self.head_dim):
             raise ValueError(
                 f"This adapter is for keys of {self.num_heads} heads of dim {self.head_dim}, got "
                 f"{num_key_heads} heads of {head_dim}."
             )
+
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
+        """Returns the attention of ``num_heads`` query heads, with its arrays."""
+        del num_key_heads, head_dim
         return self.mechanism(num_heads)
 
     def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:

@@ -67,7 +67,7 @@ def distillation_loss(
     """
     adapters = find_adapters(
         model,
-        "distil",
+        "distill",
         having=lambda adapter: adapter.learned is not None,
         missing="The model has no learned features: make its RandomFeatureAttention(...) with "
         'feature_map="learned".',
