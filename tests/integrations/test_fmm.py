@@ -180,6 +180,8 @@ def test_refuses_other_heads_than_it_was_made_for():
     q, _, v = qkv()
     with pytest.raises(ValueError, match="keys of 2 heads of dim 4, got 4 heads of 4"):
         one(q, q, jnp.repeat(v, 2, axis=2))
+    with pytest.raises(ValueError, match="keys of 2 heads of dim 4, got 3 heads of 4"):
+        one(q, q[:, :, :3], q[:, :, :3])
 
 
 @pytest.mark.fast

@@ -65,7 +65,7 @@ def test_every_layer_gets_a_projection_of_its_own(x, params):
     upper = variables["random_features"]["upper"]["attention_fn"]["projection"]
     assert lower.shape == upper.shape == (HEADS, 12, WIDTH // HEADS)
     assert not np.array_equal(*jax.tree.leaves((lower, upper)))
-    assert model.module == model_with()
+    assert model.swapped_model == model_with()
 
 
 @pytest.mark.parametrize("is_causal", slow_but([True], [False, True]))
@@ -118,7 +118,9 @@ class Around(nn.Module):
 def test_layers_in_fields_have_the_paths_of_their_parameters(x):
     attention = nn.MultiHeadDotProductAttention(HEADS)
     model = nn.Sequential([nn.Dense(WIDTH), Around(Around(attention))])
-    swapped = adapters.swap_attention(model, 12, where=lambda path, _: path.endswith("module"))
+    swapped = adapters.swap_attention(
+        model, 12, where=lambda path, _: path == "layers_1.module.module"
+    )
     variables = swapped.init(jax.random.key(0), x)
     expected = model.init(jax.random.key(0), x)["params"]
     chex.assert_trees_all_equal_shapes(variables["params"], expected)
@@ -174,6 +176,7 @@ class Remat(nn.Module):
 def test_a_model_is_swapped_where_it_is_made(x):
     params = Remat(swaps=False).init(jax.random.key(0), x)["params"]
     variables = variables_of(Remat(), params, x)
+    assert list(variables["random_features"]["model"]) == ["inside"]
 
     def loss(params, model):
         return jnp.mean(model.apply({**variables, "params": params}, x) ** 2)

@@ -120,6 +120,7 @@ class AttentionFn:
     is_causal: bool
     masks: Masks
     decode: bool
+    shared: bool
     sequence_axis: AxisNames
 
     @abc.abstractmethod

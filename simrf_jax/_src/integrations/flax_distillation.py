@@ -24,7 +24,7 @@ class Losses(NamedTuple):
     num_calls: jax.Array | np.ndarray
 
     @classmethod
-    def none(cls, lead: tuple[int, ...]) -> Losses:
+    def empty(cls, lead: tuple[int, ...]) -> Losses:
         """Returns the losses of no calls, for a stack of layers of a leading shape."""
         return cls(jnp.zeros(lead), np.zeros(lead, int))
 

@@ -178,8 +178,9 @@ def choose_num_features(
     none does with ``max_features`` entries, the result says so and contains the best choice. The
     prediction is accurate where it is small, and too high for vectors with a few long axes; see
     ``attention_error``. A large prediction only shows that the map is unsuitable. A small one
-    counts as infinite where it cannot hold: if the mean relative variance of the normalizers, the
-    sums of a query's kernel estimates, is above 1, or some :math:`|x + y|^2` is above 1,000.
+    counts as 1 if the mean relative variance of the normalizers, the sums of a query's kernel
+    estimates, is above 1: then it cannot hold. If some :math:`|x + y|^2` is above 1,000, nothing is
+    predicted, and the error counts as infinite.
 
     Calibrated features are for vectors so long that the prediction fails. They are measured
     instead, with several draws of cross-polytopes: fitted on the first half of the data, and tested
@@ -297,32 +298,21 @@ def _predicted(
 ) -> Iterator[FeatureChoice]:
     """Yields the choices according to the closed form."""
     parameter = float(optimal_parameter(squared_distance, inputs.dim))
-    if _largest_squared_distance(inputs) > _LARGEST_SQUARED_DISTANCE:
-        yield FeatureChoice(
-            reached=False,
-            features="optimal_positive",
-            coupling="cross_polytope",
-            num_features=max_features,
-            num_entries=max_features,
-            parameter=parameter,
-            predicted_error=np.inf,
-            standard_error=None,
-            relative_error=relative_error,
-            mean_squared_distance=squared_distance,
-        )
-        return
+    is_known = _largest_squared_distance(inputs) <= _LARGEST_SQUARED_DISTANCE
     num_queries = len(inputs.heads) * inputs.x.shape[-2]
     kinds = (SAME_ROW, _ANTIPODAL, _INDEPENDENT)
-    plain = error_terms(inputs.queries_of_all_heads(), 0.0, "chi", kinds)
-    tilted = error_terms(inputs.queries_of_all_heads(), parameter, "chi", kinds[:2])
+    points = [*inputs.queries_of_all_heads()] if is_known else []
+    plain = error_terms(points, 0.0, "chi", kinds)
+    tilted = error_terms(points, parameter, "chi", kinds[:2])
     # For rows of independent norms, covariances do not depend on the parameter.
     tilted = tilted._replace(spectra=plain.spectra)
     for features, coupling in _CANDIDATES:
         is_tilted = features == "optimal_positive"
         terms, own_parameter = (tilted, parameter) if is_tilted else (plain, 0.0)
         entries = 2 if features == "hyperbolic" else 1  # For each row.
-        least, num_features, reached = np.inf, 1, False
-        for size in range(1, max_features // entries + 1):
+        most = max_features // entries
+        least, num_features, reached = np.inf, max(most, 1), False
+        for size in range(1, most + 1) if is_known else ():
             rows = coupled_rows(size, inputs.dim, coupling)
             rows = rows.with_antipodes() if features == "hyperbolic" else rows
             error, of_normalizers = terms.errors(rows) / (len(inputs.heads), num_queries)
@@ -332,7 +322,7 @@ def _predicted(
             if reached:
                 break
         if not reached and least <= relative_error:
-            least = np.inf
+            least = max(least, 1.0)
         yield FeatureChoice(
             reached=reached,
             features=features,

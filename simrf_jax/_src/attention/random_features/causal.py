@@ -316,9 +316,9 @@ def _scan_chunks(
     if tokens.key_segments is not None:
         # The state belongs to the first segment, whose number is 0 if there are no tokens.
         segment = jnp.sum(tokens.key_segments[:, :1], 1, tokens.key_segments.dtype)
-    one = functools.partial(_attend_chunk, features, with_own_key=with_own_key)
-    # With the name of the function, or JAX would print the features on each trace.
-    attend = jax.checkpoint(functools.update_wrapper(one, _attend_chunk), prevent_cse=False)
+    step = functools.partial(_attend_chunk, features, with_own_key=with_own_key)
+    # JAX asks for a name. A partial has none, so JAX would print it, features included.
+    attend = jax.checkpoint(functools.update_wrapper(step, _attend_chunk), prevent_cse=False)
     carry, scanned = jax.lax.scan(attend, Carry(*state.split_poisoned(), segment), chunks)
     return join_length(scanned, length), carry.state.poison(carry.poisoned)
 

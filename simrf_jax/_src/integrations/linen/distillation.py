@@ -70,14 +70,14 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    none = {
-        (*place[:-1], "loss"): Losses.none(x.shape[:-3])  # One for each of a stack of layers.
+    empty = {
+        (*place[:-1], "loss"): Losses.empty(x.shape[:-3])  # One for each of a stack of layers.
         for place, x in flatten_dict(variables.get("params", {})).items()
         if place[-1] == "query_rows"
     }
-    if not none:
+    if not empty:
         raise _no_learned_features()
-    given = {**variables, "distillation": unflatten_dict(none)}
+    given = {**variables, "distillation": unflatten_dict(empty)}
     _, updates = call(model, given, batch, mutable=["distillation"])
     return mean_loss(flatten_dict(updates["distillation"]).values())
 

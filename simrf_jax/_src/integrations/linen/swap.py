@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -35,16 +37,12 @@ class SwappedAttention(nn.Module):
 
     Attributes:
       swapped_model: The model; its parameters are in the same places as without the replacement.
+        It may have no submodule with the name of this field, which Flax reserves.
       rules: The adapters; a layer takes the first whose ``where`` is None or returns True.
     """
 
     swapped_model: nn.Module
     rules: tuple[Rule, ...]
-
-    @property
-    def module(self) -> nn.Module:
-        """The model."""
-        return self.swapped_model
 
     def setup(self) -> None:
         """Shares the scope of the model, which keeps the places of all variables.
@@ -59,7 +57,8 @@ class SwappedAttention(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model with random-feature attention."""
         found = []
-        here: Any = self.scope
+        scope: Any = self.scope
+        own_swap = scope.flags[_SWAP]
 
         def swap(
             next_function: Callable[..., Any],
@@ -71,9 +70,9 @@ class SwappedAttention(nn.Module):
             is_call = context.method_name == "__call__"
             if not is_call or not isinstance(layer, nn.MultiHeadDotProductAttention):
                 return next_function(*args, **kwargs)
-            scope: Any = layer.scope
-            if scope.flags.get(_SWAP, here.flags[_SWAP]) != here.flags[_SWAP]:
-                return next_function(*args, **kwargs)  # It is in a part that has its own swap.
+            of_layer: Any = layer.scope
+            if of_layer.flags.get(_SWAP, own_swap) != own_swap:  # A part has its own swap.
+                return next_function(*args, **kwargs)
             is_below = layer.path[: len(self.path)] == self.path
             path = ".".join(layer.path[len(self.path) if is_below else 0 :]) or "itself"
             rules = (rule for rule in self.rules if rule.where is None or rule.where(path, layer))
@@ -86,7 +85,7 @@ class SwappedAttention(nn.Module):
             _check(path, layer)
             # Without a parent, Flax stores its variables below the layer.
             adapter = rule.adapter(rule.num_features, parent=None, **rule.options)
-            return layer.clone(attention_fn=adapter, parent=scope)(*args, **kwargs)
+            return layer.clone(attention_fn=adapter, parent=of_layer)(*args, **kwargs)
 
         with nn.intercept_methods(swap):
             out = self.swapped_model(*args, **kwargs)
@@ -104,11 +103,22 @@ class SwappedAttention(nn.Module):
 
 
 def _number(rules: tuple[Rule, ...]) -> int:
-    """Returns a number that differs between rules, and is equal for equal ones without arrays."""
+    """Returns a number that no other rules get; equal rules share theirs if they can be hashed."""
     try:
-        return hash(rules)
-    except TypeError:
-        return id(rules)
+        return _number_of_hashable(rules)
+    except TypeError:  # An option has arrays.
+        return next(_NUMBERS)
+
+
+_NUMBERS = itertools.count()
+
+
+# The cache keeps the functions of the rules alive. Others could get their places in memory, and
+# with these their hashes.
+@functools.lru_cache(maxsize=256)
+def _number_of_hashable(rules: tuple[Rule, ...]) -> int:
+    del rules
+    return next(_NUMBERS)
 
 
 def _move_below(scope: Any, module: Any) -> None:
@@ -151,7 +161,7 @@ def swap_attention(
         ``exact_bandwidth`` or ``is_causal``, which models that pass causal masks need.
 
     Returns:
-      The model, whose attribute ``module`` is the original.
+      The model, whose field ``swapped_model`` is the original.
 
     Raises:
       TypeError: If an option is unknown or of a wrong type, where is not a function, or the model

@@ -73,7 +73,7 @@ def distillation_loss(
         'feature_map="learned".',
     )
     losses = {
-        path: Observer(Losses.none(adapter.stack_shape()), after=add_loss)
+        path: Observer(Losses.empty(adapter.stack_shape()), after=add_loss)
         for path, adapter in adapters.items()
     }
     with observing(adapters, losses):
