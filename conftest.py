@@ -64,7 +64,8 @@ if os.environ.get("SIMRF_CHECK_TYPES") == "1":
 collect_ignore_glob = ["experiments/vit/main.py"]
 
 MOST_TOGETHER = 10  # Tests of one file that one part has; some files take half an hour.
-MOST_MEMORY = 1.3 * 2**30  # Bytes of a test process above which it forgets its programs.
+MOST_MEMORY = 1.45 * 2**30  # Bytes of a test process above which it forgets its programs.
+LEAST_ROOM = 0.45 * 2**30  # For programs, before they are forgotten; those of one test take 0.35.
 
 
 def pytest_addoption(parser):
@@ -101,7 +102,7 @@ def _forget_programs():
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # Otherwise glibc keeps most of it.
         # What is left are arrays of the tests, for which no program need be compiled again.
-        _Memory.limit = max(MOST_MEMORY, _resident_bytes() + 2**28)
+        _Memory.limit = max(MOST_MEMORY, _resident_bytes() + LEAST_ROOM)
 
 
 @pytest.fixture(autouse=True, scope="module")

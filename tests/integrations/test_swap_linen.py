@@ -152,6 +152,55 @@ def test_a_swapped_model_is_part_of_another(x):
 JittedLayer = nn.jit(Layer)
 
 
+class TwoMethods(nn.Module):
+    """A model with methods by which others call its parts."""
+
+    def setup(self):
+        self.below, self.above = (nn.MultiHeadDotProductAttention(HEADS) for _ in range(2))
+
+    def encode(self, x):
+        return self.below(x)
+
+    def double(self, x):
+        return 2 * x
+
+    def decode(self, x, *, scale=1.0):
+        return scale * self.above(x)
+
+    def __call__(self, x):
+        return self.decode(self.encode(x), scale=2.0)
+
+
+class CallsMethods(nn.Module):
+    """A model that calls the methods of a part."""
+
+    part: nn.Module
+
+    def __call__(self, x):
+        return self.part.decode(self.part.encode(x), scale=2.0)
+
+
+def test_other_methods_of_a_model_are_swapped_too(x):
+    model = adapters.swap_attention(TwoMethods(), 12)
+    variables = model.init(jax.random.key(0), x)
+    encoded = model.apply(variables, x, method="encode")
+    out = model.apply(variables, encoded, scale=2.0, method="decode")
+    np.testing.assert_array_equal(out, model.apply(variables, x))
+    exact = TwoMethods().apply({"params": variables["params"]}, x, method="encode")
+    assert np.abs(encoded - exact).max() > 0.01
+    of_part = model.init(jax.random.key(0), x, method="encode")
+    assert [*of_part["random_features"]] == ["below"]
+    np.testing.assert_array_equal(model.apply({}, x, method="double"), 2 * x)
+    whole = CallsMethods(model)
+    inside = whole.init(jax.random.key(0), x)
+    inside = jax.tree.map(
+        lambda _, new: new, inside, {k: {"part": v} for k, v in variables.items()}
+    )
+    np.testing.assert_array_equal(whole.apply(inside, x), out)
+    with pytest.raises(AttributeError, match='no attribute "translate"'):
+        model.apply(variables, x, method="translate")
+
+
 class Jitted(nn.Module):
     """A layer that Flax compiles by itself."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -56,6 +57,21 @@ class SwappedAttention(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model with random-feature attention."""
+        return self.call_method("__call__", *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Returns a public method of the model, which attends by random features too."""
+        method = getattr(type(vars(self).get("swapped_model")), name, None)
+        if name.startswith("_") or not callable(method):
+            return super().__getattr__(name)
+
+        def call(self: SwappedAttention, *args: Any, **kwargs: Any) -> Any:
+            return self.call_method(name, *args, **kwargs)
+
+        return types.MethodType(call, self)
+
+    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the model with random-feature attention."""
         found = []
         scope: Any = self.scope
         own_swap = scope.flags[_SWAP]
@@ -88,8 +104,9 @@ class SwappedAttention(nn.Module):
             return layer.clone(attention_fn=adapter, parent=of_layer)(*args, **kwargs)
 
         with nn.intercept_methods(swap):
-            out = self.swapped_model(*args, **kwargs)
-        if not found and not self._has_adapters():  # nn.jit may have traced all layers before.
+            out = getattr(self.swapped_model, name)(*args, **kwargs)
+        # Other methods need not attend, and nn.jit may have traced all layers before.
+        if name == "__call__" and not found and not self._has_adapters():
             raise ValueError(
                 "model must call an nn.MultiHeadDotProductAttention for which where is None or "
                 "returns True, got none. Where a model calls attention itself, let it call a "
@@ -149,8 +166,9 @@ def swap_attention(
     model. Swap a swapped model again to give the layers that the first swap leaves out other
     options.
 
-    Only ``__call__`` is replaced, not other methods of the model. Layers inside ``nn.scan`` or
-    ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in their ``variable_axes``.
+    The result has the public methods of the model, for example for ``apply(..., method="encode")``.
+    Layers inside ``nn.scan`` or ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in
+    their ``variable_axes``.
 
     Args:
       model: A model that calls ``nn.MultiHeadDotProductAttention`` layers.
