@@ -19,6 +19,7 @@ from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_versions import get_value, view
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
+from tests.tiers import slow_but
 
 HEADS, DIM, WIDTH = 2, 4, 8
 
@@ -261,11 +262,13 @@ def test_groups_of_query_heads_scales_and_lengths_count_as_in_attention():
     np.testing.assert_allclose(expected.query_mean[0], -(0.5**0.5) * first / 81, rtol=1e-4)
 
 
-@pytest.mark.slow
-def test_a_bias_of_minus_infinity_hides_padding():
+@pytest.mark.parametrize(
+    "hidden", slow_but([-1e9], [-np.inf, np.finfo(np.float32).min, -1e9, -1e4])
+)
+def test_a_bias_hides_padding(hidden):
     model, expected = nnx_attention(), nnx_attention()
     nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])
-    bias = np.where(np.arange(30) < 20, 0.0, -np.inf).astype(np.float32)[None, None, None]
+    bias = np.where(np.arange(30) < 20, 0.0, hidden).astype(np.float32)[None, None, None]
 
     def padded(adapter, tokens):
         q, k, v = (x.at[:, 20:].set(100.0) for x in tokens)
@@ -569,6 +572,32 @@ def test_traced_values_are_not_logged(caplog):
 def test_refuses(calibrate, make, options, batches, arguments, error, match):
     with pytest.raises(error, match=match):
         calibrate(make(**options), batches, **arguments)
+
+
+@pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])
+def test_refuses_masks_that_attention_cannot_honor(calibrate, make):
+    mask = np.abs(np.subtract.outer(np.arange(30), np.arange(30))) < 2
+
+    def call(*model_and_batch, **options):
+        *model, (x, mask) = model_and_batch
+        if calibrate is NNX[0]:
+            return model[0](x, mask=mask)
+        return model[0].apply(model[1], x, mask=mask, **options)
+
+    with pytest.raises(ValueError, match="the mask of an adapter cannot be honored"):
+        calibrate(make(masks="factored"), [(BATCHES[0], mask)], call=call)
+
+
+def test_fast_projections_of_each_head_stay_as_they_were():
+    model = nnx_attention()
+    keys = jax.random.split(jax.random.key(0), HEADS)
+    w = jax.vmap(lambda key: simrf_jax.draw_fast_projection(key, 16, DIM))(keys)
+    model.attention_fn.projection = nnx_adapters.RandomProjection(w)
+    nnx_adapters.calibrate(model, BATCHES)
+    assert_trees_close(get_value(model.attention_fn.projection), w, rtol=0, atol=0)
+    expected = nnx_attention()
+    nnx_adapters.calibrate(expected, BATCHES)
+    assert_trees_close(fitted_nnx(model), fitted_nnx(expected))
 
 
 @pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])

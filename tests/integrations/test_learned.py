@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 
+import chex
 import flax
 import jax
 import jax.numpy as jnp
@@ -179,6 +180,25 @@ def test_the_loss_of_a_model_is_that_of_its_maps_and_trains_them_alone(measure, 
     for name in PARAMETERS:
         np.testing.assert_allclose(of_map[name], getattr(gradient, name), rtol=1e-2, atol=1e-4)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(others))
+
+
+@pytest.mark.parametrize(("name", "padding"), [("mask", np.nan), ("mask", 3.0), ("bias", 3.0)])
+def test_padding_has_no_part_in_the_loss(name, padding):
+    lengths = np.array([16, 5])
+    real = np.arange(16) < lengths[:, None]
+    q, k, v = (np.where(real[..., None, None], x, np.float32(padding)) for x in tokens())
+    adapter = nnx_adapter()
+    one = start(adapter, get_value(adapter.feature_map))
+    options = {"key_value_seq_lengths": lengths, "query_seq_lengths": lengths}
+    expected = simrf_jax.distillation_loss(q, k, None, feature_map=one, **options)
+    masks = {"mask": real, "bias": np.where(real, np.float32(0), np.float32(-1e9))}
+
+    def call(adapter, tokens):
+        return adapter(*tokens, **{name: masks[name][:, None, None]})
+
+    loss, grads = nnx.value_and_grad(nnx_adapters.distillation_loss)(adapter, (q, k, v), call)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    chex.assert_tree_all_finite(nnx.to_pure_dict(grads))
 
 
 @pytest.mark.slow

@@ -100,6 +100,10 @@ class Request(NamedTuple):
     real: Mask | None
     valid: tuple[Mask, ...]
 
+    def is_valid(self) -> jax.Array:
+        """Returns False if some traced mask has values that would raise an error."""
+        return jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, self.valid)]))
+
     def finish(self, out: jax.Array) -> jax.Array:
         """Returns the output with zeros for queries that see no key, and NaN where not valid."""
         if self.real is not None:

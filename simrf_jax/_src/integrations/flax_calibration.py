@@ -26,9 +26,11 @@ from simrf_jax._src.features.feature_map import FEATURE_MAPS, OF_ADAPTERS
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations.flax_attention import Request
 from simrf_jax._src.projections import DrawOptions, Projection, ProjectionLike
+from simrf_jax._src.projections.fast import FastRows
 
 LOGGER = logging.getLogger("simrf_jax")
 SECONDS_BETWEEN_LOGS = 10.0
+HIDING_BIAS = -1e4  # Or less, relative to the largest, as padding has in additive masks.
 Batch = TypeVar("Batch")
 Path: TypeAlias = tuple[Any, ...]  # Names of modules, from the model to the adapter.
 
@@ -92,7 +94,9 @@ def add_moments(
     del mechanism  # Other observers read it.
     query, key = jax.lax.stop_gradient((request.call.query, request.call.key))
     queries, keys = moments(query, key, request.call.logit_scale, *real_tokens(request))
-    return sums[0].merge(queries), sums[1].merge(keys)
+    sums = sums[0].merge(queries), sums[1].merge(keys)
+    # Attention does not honor such a mask, and returns NaN too.
+    return jax.tree.map(lambda x: jnp.where(request.is_valid(), x, jnp.nan), sums)
 
 
 def real_tokens(request: Request) -> tuple[jax.Array, jax.Array]:
@@ -104,7 +108,9 @@ def real_tokens(request: Request) -> tuple[jax.Array, jax.Array]:
     if call.mask is not None:
         keys &= _seen_by_some_head(jnp.asarray(call.mask), call)
     if call.bias is not None:
-        keys &= _seen_by_some_head(jnp.asarray(call.bias) > -jnp.inf, call)
+        bias = jnp.atleast_1d(call.bias).astype(jnp.float32)
+        largest = jnp.max(bias, axis=-1, keepdims=True, initial=-jnp.inf)
+        keys &= _seen_by_some_head(bias > largest + HIDING_BIAS, call)
     if call.key_value_seq_lengths is not None:
         lengths = jnp.asarray(call.key_value_seq_lengths)
         keys &= within_lengths("key_value_seq_lengths", lengths, batch, key_length)
@@ -241,7 +247,10 @@ _fit = jax.jit(fit, static_argnames=("center", "balance", "tilt"))
 def _check_sums(queries: Moments, keys: Moments) -> None:
     """Raises ``ValueError`` for moments that are known to be empty or not finite."""
     if not checks.are_finite((queries, keys)):
-        raise ValueError("Queries or keys of the batches are not finite, so nothing can be fitted.")
+        raise ValueError(
+            "Queries or keys of the batches are not finite, or the mask of an adapter cannot be "
+            "honored, so nothing can be fitted."
+        )
     counts = (queries.num_vectors, keys.num_vectors)
     if not checks.is_traced(counts) and not np.all(np.asarray(counts) > 0):
         raise ValueError(
@@ -257,11 +266,12 @@ def turn_projection(
 ) -> ProjectionLike:
     """Returns W of an adapter, turned with the axes of its calibration; see ``turn_rows``.
 
-    A W that all heads share stays unchanged, because each head has its own axes.
+    A W that all heads share stays unchanged, because each head has its own axes. So do the rows of
+    fast projections, which are products of signs.
     """
     record = Projection.of(w)
     rows: Any = record.rows
-    if rows.ndim != after.query_matrix.ndim:
+    if isinstance(rows, FastRows) or rows.ndim != after.query_matrix.ndim:
         return w
     turned = turn_rows(jnp.asarray(rows), before, after)
     return dataclasses.replace(record, rows=turned) if record is w else turned

@@ -14,6 +14,7 @@ from simrf_jax._src import checks
 from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.inspection.distillation import loss_of
 from simrf_jax._src.features.learned import Learned
+from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_attention import Request
 
 
@@ -32,7 +33,7 @@ class Losses(NamedTuple):
 def add_loss(losses: Losses, request: Request, mechanism: RandomFeatureMechanism) -> Losses:
     """Adds the ``distillation_loss`` of a call, if its features are learned.
 
-    Queries and keys have no gradient.
+    Queries and keys have no gradient, and those of padding do not count; see ``add_moments``.
 
     Raises:
       ValueError: If the call has segments or a factored mask.
@@ -46,10 +47,10 @@ def add_loss(losses: Losses, request: Request, mechanism: RandomFeatureMechanism
             "or a mask with a query axis. Give it batches of one sequence in each row."
         )
     query, key = jax.lax.stop_gradient((call.query, call.key))
-    call = dataclasses.replace(call, query=query, key=key, value=key)
-    loss = loss_of(mechanism, call)
-    for valid in request.valid:
-        loss = jnp.where(jnp.all(valid), loss, jnp.nan)
+    counts, _ = flax_calibration.real_tokens(request)
+    query = jnp.where(counts[..., None, None], query, 0)  # Padding may hold anything.
+    loss = loss_of(mechanism, dataclasses.replace(call, query=query, key=key, value=key), counts)
+    loss = jnp.where(request.is_valid(), loss, jnp.nan)
     return Losses(losses.total + loss, losses.num_calls + 1)
 
 

@@ -84,8 +84,7 @@ def add_call(
     calls: tuple[SeenCall, ...], request: Request, mechanism: RandomFeatureMechanism
 ) -> tuple[SeenCall, ...]:
     """Appends the parts of a call that a report needs, without gradients."""
-    is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, request.valid)]))
-    call, ndim = request.call, request.call.query.ndim - 3
+    is_valid, call, ndim = request.is_valid(), request.call, request.call.query.ndim - 3
     if request.real is not None:
         # Hidden queries are NaN, which only attention handles.
         call = dataclasses.replace(call, query=jnp.where(request.real, call.query, 0))
@@ -131,7 +130,10 @@ def check_seen(name: str, seen: Sequence[SeenCall]) -> None:
 def _report(seen: SeenCall, relative_error: float) -> LayerReport:
     """Returns the report of one layer."""
     mechanism, request = seen.mechanism, seen.request
-    real = None if request.real is None else jnp.swapaxes(request.real[..., 0], -1, -2)
+    counts, _ = flax_calibration.real_tokens(request)
+    real = counts[..., None, :]
+    if request.real is not None:
+        real &= jnp.swapaxes(request.real[..., 0], -1, -2)
     report = report_of(mechanism, request.call, real=real)
     counts = report.softmax_effective_rank != 0  # False where no query of a sequence sees a key.
     queries, keys = _moments(request)

@@ -6,7 +6,7 @@ from typing import SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike, compiled
 from simrf_jax._src.attention.inputs.call import Call, Options
@@ -90,17 +90,29 @@ def distillation_loss(
     return compiled(loss_of, mechanism.feature_map)(mechanism, call)
 
 
-def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:
-    """Returns the ``distillation_loss`` of a call; its ``value`` is ignored."""
+def loss_of(
+    estimator: Estimator, call: Call, counts: Bool[Array, "*batch T"] | None = None
+) -> Float[Array, ""]:
+    """Returns the ``distillation_loss`` of a call, without its ``value``; see below for counts."""
     estimated, exact = log_kernels(estimator, call)
-    return mean_cross_entropy(estimated, jax.lax.stop_gradient(exact))
+    return mean_cross_entropy(estimated, jax.lax.stop_gradient(exact), counts)
 
 
 def mean_cross_entropy(
-    estimated: Float[Array, "*batch N T S"], exact: Float[Array, "*batch N T S"]
+    estimated: Float[Array, "*batch N T S"],
+    exact: Float[Array, "*batch N T S"],
+    counts: Bool[Array, "*batch T"] | None = None,
 ) -> Float[Array, ""]:
-    """Returns the mean over rows that are not all minus infinity; both hide the same keys."""
+    """Returns the mean over rows that are not all minus infinity; both hide the same keys.
+
+    Args:
+      estimated: Logarithms of the estimated kernel.
+      exact: Logarithms of the softmax kernel.
+      counts: False at rows to leave out; None to count all.
+    """
     visible = exact != -jnp.inf
+    if counts is not None:
+        visible &= counts[..., None, :, None]
     sees = jnp.any(visible, axis=-1)
     # A row of minus infinities has no softmax.
     weights = jax.nn.softmax(jnp.where(sees[..., None], exact, 0), axis=-1)

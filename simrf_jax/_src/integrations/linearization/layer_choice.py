@@ -404,11 +404,8 @@ def _step(
     def loss(rows: dict[str, jax.Array]) -> jax.Array:
         own = dataclasses.replace(mechanism, feature_map=dataclasses.replace(start, **rows))
         estimated, exact, counts = _log_kernels(own, request)
-        estimated, exact = (
-            jnp.where(counts[..., None, :, None], logs, -jnp.inf) for logs in (estimated, exact)
-        )
         near = pairs.among(estimated, counts, request.call.key.shape[-2], ranks)
-        return mean_cross_entropy(jnp.where(near, exact, estimated), exact)
+        return mean_cross_entropy(jnp.where(near, exact, estimated), exact, counts)
 
     updates, state = optimizer.update(jax.grad(loss)(rows), state, rows)
     return jax.tree.map(jnp.add, rows, updates), state

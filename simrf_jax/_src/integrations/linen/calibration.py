@@ -37,8 +37,13 @@ def calibrate(
     positive features.
 
     W is turned with the axes of the fit, so that features change no more than the data did. Rows of
-    learned features are turned in the same way; their other parameters do not change. A W that all
-    heads share does not change either.
+    learned features are turned in the same way; their other parameters do not change. Neither does
+    a W that all heads share, nor that of a fast projection.
+
+    Padding does not count: keys that a mask, lengths or a bias of -10,000 or less hides in all
+    heads, and queries beyond their lengths or that a factored mask hides. A call with as many
+    queries as keys and no information about its queries is taken for self-attention: then queries
+    at hidden keys do not count either. In cross-attention, give lengths or a factored mask.
 
     At level INFO, the logger ``simrf_jax`` gets the number of batches every ten seconds, and how
     well each adapter is fitted: for each key head, the mean over queries and keys of the log second
@@ -68,7 +73,7 @@ def calibrate(
     Raises:
       TypeError: If center is neither True nor False, or batches is one array.
       ValueError: If an option is unknown, no adapter has a map to calibrate, an adapter decodes or
-        saw no tokens, or queries or keys are not finite.
+        saw no tokens, queries or keys are not finite, or a mask cannot be honored.
 
     Example:
       >>> import jax, jax.numpy as jnp

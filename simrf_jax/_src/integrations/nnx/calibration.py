@@ -35,8 +35,13 @@ def calibrate(
     positive features.
 
     W is turned with the axes of the fit, so that features change no more than the data did. Rows of
-    learned features are turned in the same way; their other parameters do not change. A W that all
-    heads share does not change either.
+    learned features are turned in the same way; their other parameters do not change. Neither does
+    a W that all heads share, nor that of a fast projection.
+
+    Padding does not count: keys that a mask, lengths or a bias of -10,000 or less hides in all
+    heads, and queries beyond their lengths or that a factored mask hides. A call with as many
+    queries as keys and no information about its queries is taken for self-attention: then queries
+    at hidden keys do not count either. In cross-attention, give lengths or a factored mask.
 
     The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
     are not parameters. Redraws do not change the calibration.
@@ -61,7 +66,7 @@ def calibrate(
     Raises:
       TypeError: If center is neither True nor False, or batches is one array.
       ValueError: If an option is unknown, no adapter has a map to calibrate, an adapter decodes or
-        saw no tokens, or queries or keys are not finite.
+        saw no tokens, queries or keys are not finite, or a mask cannot be honored.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -100,11 +105,15 @@ def calibrate(
         balance=balance,
         tilt=tilt,
     )
+    new: list[tuple[Any, Any]] = [
+        (adapter.feature_map, fitted[path]) for path, adapter in adapters.items()
+    ]
     for path, adapter in adapters.items():
         for rows in _rows(adapter):
             w = get_value(rows)
-            set_value(rows, flax_calibration.turn_projection(w, before[path], fitted[path]))
-        set_value(adapter.feature_map, fitted[path])
+            new.append((rows, flax_calibration.turn_projection(w, before[path], fitted[path])))
+    for variable, value in new:  # An error leaves all of them as they were.
+        set_value(variable, value)
 
 
 def _rows(adapter: RandomFeatureAttention) -> list[nnx.Variable]:

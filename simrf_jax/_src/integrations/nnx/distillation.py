@@ -23,11 +23,11 @@ def distillation_loss(
 
     The adapters are those created with ``feature_map="learned"``. Each compares the attention
     weights of its features with the softmax weights of its queries and keys; see
-    ``simrf_jax.distillation_loss``. Queries and keys have no gradient, so the gradient of the loss
-    is zero for all parameters of the model except those of the features. Call ``calibrate`` first,
-    which moves the features to where the data are. Then train only the ``LearnedRows``, as the
-    example does. With ``wrt=nnx.Param``, an optimizer that decays weights would also shrink all
-    others.
+    ``simrf_jax.distillation_loss``. Padding does not count; see ``calibrate``. Queries and keys
+    have no gradient, so the gradient of the loss is zero for all parameters of the model except
+    those of the features. Call ``calibrate`` first, which moves the features to where the data are.
+    Then train only the ``LearnedRows``, as the example does. With ``wrt=nnx.Param``, an optimizer
+    that decays weights would also shrink all others.
 
     Args:
       model: A model that holds adapters. Its mode is not changed: call ``model.eval()`` first if it

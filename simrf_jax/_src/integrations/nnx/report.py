@@ -25,8 +25,8 @@ def attention_report(
 
     Each ``RandomFeatureAttention`` records its queries, keys and values, which are then compared as
     in ``simrf_jax.attention_report``. Time and memory are quadratic in the length: use a small
-    batch. Layers of ``FMMAttention`` are omitted, because they do not estimate softmax attention
-    alone.
+    batch. Padding does not count; see ``calibrate``. Layers of ``FMMAttention`` are omitted,
+    because they do not estimate softmax attention alone.
 
     Args:
       model: A model that holds adapters. Its mode is not changed: call ``model.eval()`` first if it
