@@ -89,7 +89,8 @@ def fit_mixture(
       key_mask: False at keys that are padding.
       keys_per_query: Number of pairs for each query.
       exact_bandwidth: Distance over which attention sees keys exactly, or None. Features do not
-        estimate the weights of such pairs, so these pairs are ignored.
+        estimate the weights of such pairs, so these pairs are ignored. If fewer pairs than centers
+        are left, the other centers are zeros.
 
     Returns:
       ``Mixture``, the feature map and the centers.
@@ -97,7 +98,8 @@ def fit_mixture(
     Raises:
       TypeError: If queries or keys are not floating, a size is not an integer, a mask is not
         boolean, or the calibration is not a ``Calibrated``.
-      ValueError: If shapes do not match, there is no token, or there are fewer pairs than centers.
+      ValueError: If shapes do not match, there is no token, there are fewer pairs than centers, or
+        queries or keys are not finite. Traced values are not checked.
 
     Example:
       >>> import jax, simrf_jax
@@ -130,16 +132,11 @@ def fit_mixture(
             f"calibration must be for {num_heads} key heads of dim {dim}, got variances of shape "
             f"{jnp.shape(calibration.variances)}."
         )
-    num_pairs = query[..., 0].size // num_heads * keys_per_query
-    if num_pairs < num_centers:
-        raise ValueError(
-            f"num_centers must be at most the number of pairs of a key head, {num_pairs}, got "
-            f"{num_centers}."
-        )
+    _check_pairs(query[..., 0].size // num_heads * keys_per_query, num_centers)
     group = query.shape[-2] // num_heads
     mixtures = []
     for head, own_key in enumerate(jax.random.split(prng_key, num_heads)):
-        mixture, nats = _fit_head(
+        mixture, num_queries, nats = _fit_head(
             own_key,
             query[..., group * head : group * (head + 1), :],
             key[..., head : head + 1, :],
@@ -152,10 +149,23 @@ def fit_mixture(
             keys_per_query=keys_per_query,
             exact_bandwidth=exact_bandwidth,
         )
+        if not checks.is_traced(num_queries):
+            _check_pairs(int(num_queries) * keys_per_query, num_centers)
+        if not checks.are_finite(mixture):
+            raise ValueError("Queries or keys are not finite, so no mixture can be fitted.")
         mixtures.append(mixture)
         if LOGGER.isEnabledFor(logging.INFO) and not isinstance(nats, jax.core.Tracer):
             LOGGER.info(_MESSAGE, head + 1, num_heads, *nats.tolist())
     return jax.tree.map(lambda *heads: jnp.stack(heads), *mixtures)
+
+
+def _check_pairs(num_pairs: int, num_centers: int) -> None:
+    """Raises ``ValueError`` if there are fewer pairs than centers."""
+    if num_pairs < num_centers:
+        raise ValueError(
+            "num_centers must be at most the number of pairs of a key head without padding, "
+            f"{num_pairs}, got {num_centers}."
+        )
 
 
 @functools.partial(
@@ -174,19 +184,22 @@ def _fit_head(
     is_causal: bool,
     keys_per_query: int,
     exact_bandwidth: int | None,
-) -> tuple[Mixture, Float[Array, " 2"]]:
-    """Returns the mixture of one key head, and the mean log second moments without and with it."""
+) -> tuple[Mixture, Int[Array, ""], Float[Array, " 2"]]:
+    """Returns the mixture of one key head, its number of queries, and mean log second moments.
+
+    Padding does not count as a query. The moments are those without and with the mixture.
+    """
     query, key = scaled(query, key, scale)
-    num_queries, num_keys = query.shape[-3], key.shape[-3]
+    length, num_keys = query.shape[-3], key.shape[-3]
     x = query.reshape(-1, *query.shape[-3:])
     y = key.reshape(-1, num_keys, key.shape[-1])
-    visible = jnp.ones((len(y), num_queries, num_keys), bool)
+    visible = jnp.ones((len(y), length, num_keys), bool)
     if query_mask is not None:
-        visible &= jnp.asarray(query_mask).reshape(-1, num_queries, 1)
+        visible &= jnp.asarray(query_mask).reshape(-1, length, 1)
     if key_mask is not None:
         visible &= jnp.asarray(key_mask).reshape(-1, 1, num_keys)
     if is_causal:
-        visible &= jnp.tri(num_queries, num_keys, dtype=bool)[None]
+        visible &= jnp.tri(length, num_keys, dtype=bool)[None]
     pairs_key, centers_key = jax.random.split(prng_key)
     sums, is_pair = _draw_sums(
         pairs_key, x, y, calibration, visible, keys_per_query, exact_bandwidth
@@ -203,7 +216,8 @@ def _fit_head(
         log_second_moment(calibration.variances, alone),
         jnp.log(num_centers) + log_second_moment(variances, mean_square),
     ]
-    return mixture, jnp.stack(nats)
+    num_queries = jnp.sum(jnp.any(visible, axis=-1)) * query.shape[-2]
+    return mixture, num_queries, jnp.stack(nats)
 
 
 def _draw_sums(
