@@ -147,22 +147,21 @@ def test_estimates_of_the_kernel_are_unbiased(feature_map, n_components):
     assert_mean(grams, rbf_kernel(x, gamma=0.5)[PAIRS])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature_map", "dim", "expected"),
     [
-        ("trigonometric", 4, "orthogonal"),
-        ("phase", 4, "orthogonal"),
-        ("hyperbolic", 4, "orthogonal"),
-        ("positive", 4, "simplex"),
-        ("positive", 1, "cross_polytope"),
-        ("trigonometric", 1, "orthogonal"),
+        ("trigonometric", 4, ("orthogonal", "stratified")),
+        ("phase", 4, ("orthogonal", "stratified")),
+        ("hyperbolic", 4, ("orthogonal", "chi")),
+        ("positive", 4, ("simplex", "chi")),
+        ("positive", 1, ("cross_polytope", "chi")),
+        ("trigonometric", 1, ("orthogonal", "stratified")),
     ],
 )
-def test_the_coupling_by_default_suits_the_feature_map(feature_map, dim, expected):
+def test_coupling_and_norms_by_default_suit_the_feature_map(feature_map, dim, expected):
     features = RandomFeatures(4, feature_map=feature_map, random_state=0).fit(X[:, :dim])
-    assert features.coupling_ == expected
-    assert features.coupling == "auto"
+    assert (features.coupling_, features.norms_) == expected
+    assert (features.coupling, features.norms) == ("auto", "auto")
 
 
 @pytest.mark.fast

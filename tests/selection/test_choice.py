@@ -294,3 +294,34 @@ def test_a_prediction_that_cannot_hold_reaches_nothing(scale, predicted_error):
 def test_an_error_that_overflows_is_infinite():
     query, key, value = 20 * np.random.default_rng(0).normal(size=(3, 12, 1, 4))
     assert attention_error(query, key, value, 24, coupling="simplex") == np.inf
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [400, 1e200])
+@pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "cross_polytope"])
+def test_long_vectors_have_an_infinite_error_at_once(scale, coupling):
+    query, key, value = np.random.default_rng(0).normal(size=(3, 12, 2, 4))
+    query[:, 0] *= scale
+    errors = attention_error(query, key, value, 24, coupling=coupling)
+    assert errors[0] == np.inf
+    assert np.isfinite(errors[1])
+
+
+@pytest.mark.filterwarnings("error")
+def test_values_that_are_all_zeros_have_no_error():
+    query, key, value = np.random.default_rng(0).normal(size=(3, 12, 2, 4)) / 4
+    value[:, 0] = 0
+    errors = attention_error(query, key, value, 24, coupling="simplex")
+    assert errors[0] == 0
+    alone = attention_error(query[:, 1:], key[:, 1:], value[:, 1:], 24, coupling="simplex")
+    np.testing.assert_allclose(errors[1:], alone)
+    for trials in (False, True):
+        choice = choose_num_features(query, key, 0 * value, relative_error=0.1, trials=trials)
+        assert choice.reached
+        assert choice.predicted_error == 0
+
+
+def test_no_error_is_negative():
+    ones, value = np.ones((8, 1, 3)), np.random.default_rng(0).normal(size=(8, 1, 2))
+    choice = choose_num_features(ones, ones, value, relative_error=0.1, trials=False)
+    assert 0 <= choice.predicted_error < 1e-12

@@ -258,6 +258,13 @@ Q = np.zeros((5, 2, 4))
         ((Q, np.zeros((5, 3, 4)), Q), {}, ValueError, "multiple of the heads of key, got 2 and 3"),
         ((Q, Q, np.zeros((4, 2, 4))), {}, ValueError, r"value must be.*got \(4, 2, 4\)"),
         ((Q, Q, Q * 1j), {}, TypeError, "value must hold real numbers"),
+        (
+            (np.full(Q.shape, np.nan), Q, Q),
+            {},
+            ValueError,
+            "query must be finite, got 40 other numbers",
+        ),
+        ((Q, Q, np.full(Q.shape, np.inf)), {}, ValueError, "value must be finite"),
         ((Q, Q, Q), {"num_features": 0}, ValueError, "num_features must be at least 1"),
         ((Q, Q, Q), {"scale": -1.0}, ValueError, "scale must be at least 0"),
         ((Q, Q, Q), {"is_causal": "no"}, TypeError, "is_causal must be True or False"),

@@ -332,7 +332,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         checks.one_of("norms", self.norms, ("auto", *(n for n in NORMS if n not in FIXED_NORMS)))
         if self.norms != "auto":
             return self.norms
-        return "stratified" if maps.best_coupling == "orthogonal" else "chi"
+        return "stratified" if isinstance(maps.single, Phase) else "chi"
 
     def _coupling_for(self, best: Coupling, dim: int) -> Coupling:
         if self.coupling != "auto":

@@ -22,7 +22,6 @@ from simrf_jax._src.theory.positive import optimal_parameter
 ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive", "calibrated"]
 _LEAST_DRAWS = 4  # Each trial draws a separate W for every head.
 _LEAST_PROJECTIONS = 32  # If there are few heads, trials are added up to this number of W.
-_LARGEST_SQUARED_DISTANCE = 1000.0  # The time and memory of predictions grow with its square.
 _INDEPENDENT, _ANTIPODAL = Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal")
 # The orthogonal rows of hyperbolic features, with their negatives, are a cross-polytope.
 _CANDIDATES: tuple[tuple[ChosenFeatures, ClosedFormCoupling], ...] = (
@@ -205,8 +204,7 @@ def choose_num_features(
       A record that prints as sentences, with the fields
 
       - ``reached``: True if the predicted error, or the mean of trials plus its standard error, is
-        at most ``relative_error``. Otherwise the choice is the best with the largest allowed number
-        of features.
+        at most ``relative_error``. Otherwise the choice is the one with the smallest error.
       - ``features``: Feature map: ``"positive"``, ``"hyperbolic"``, ``"optimal_positive"`` or
         ``"calibrated"``.
       - ``coupling``: Coupling of the rows of the projection.
@@ -223,8 +221,8 @@ def choose_num_features(
     Raises:
       TypeError: If a number is not an integer, an array is not real, or ``trials`` is neither True
         nor False.
-      ValueError: If a shape does not match, a number is out of range, or a single sequence has not
-        two queries and two keys to split.
+      ValueError: If a shape does not match, a number is out of range or not finite, or a single
+        sequence has not two queries and two keys to split.
 
     Example:
       >>> import numpy as np
@@ -298,10 +296,9 @@ def _predicted(
 ) -> Iterator[FeatureChoice]:
     """Yields the choices according to the closed form."""
     parameter = float(optimal_parameter(squared_distance, inputs.dim))
-    is_known = _largest_squared_distance(inputs) <= _LARGEST_SQUARED_DISTANCE
     num_queries = len(inputs.heads) * inputs.x.shape[-2]
     kinds = (SAME_ROW, _ANTIPODAL, _INDEPENDENT)
-    points = [*inputs.queries_of_all_heads()] if is_known else []
+    points = [*inputs.queries_of_all_heads()]
     plain = error_terms(points, 0.0, "chi", kinds)
     tilted = error_terms(points, parameter, "chi", kinds[:2])
     # For rows of independent norms, covariances do not depend on the parameter.
@@ -312,7 +309,7 @@ def _predicted(
         entries = 2 if features == "hyperbolic" else 1  # For each row.
         most = max_features // entries
         least, num_features, reached = np.inf, max(most, 1), False
-        for size in range(1, most + 1) if is_known else ():
+        for size in range(1, most + 1):
             rows = coupled_rows(size, inputs.dim, coupling)
             rows = rows.with_antipodes() if features == "hyperbolic" else rows
             error, of_normalizers = terms.errors(rows) / (len(inputs.heads), num_queries)
@@ -335,13 +332,6 @@ def _predicted(
             relative_error=relative_error,
             mean_squared_distance=squared_distance,
         )
-
-
-def _largest_squared_distance(inputs: AttentionInputs) -> float:
-    """Returns the largest |x + y|^2 of a head, a query and a key."""
-    squares = [np.sum(one**2, axis=-1) for one in (inputs.x, inputs.y)]
-    products = inputs.x @ np.swapaxes(inputs.y, -1, -2)
-    return float(np.max(squares[0][..., None] + squares[1][..., None, :] + 2 * products))
 
 
 def _mean_squared_distance(inputs: AttentionInputs) -> float:

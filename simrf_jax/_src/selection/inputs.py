@@ -25,8 +25,8 @@ class QueryPoint(NamedTuple):
       sums: Sums x + y of the query and each key, in the coordinates of the rows, ``[n, dim]``.
       probabilities: Attention weights p, ``[n]``.
       value: Values V, ``[n, value_dim]``, or None for uncorrelated values of variance 1.
-      squared_outputs: Squared norm of the exact outputs of all queries of the head. Errors are
-        relative to it.
+      squared_outputs: Squared norm of the exact outputs of all queries of the head, or 1 if all
+        values are zeros. Errors are relative to it.
     """
 
     sums: Float64[np.ndarray, "n dim"]
@@ -95,7 +95,8 @@ class AttentionInputs(NamedTuple):
             logits = np.where(np.tri(*logits.shape) == 1, logits, -np.inf)
         probabilities = special.softmax(logits, axis=-1)
         outputs = probabilities if value is None else probabilities @ value
-        squared_outputs = float(np.sum(outputs**2))
+        is_zero = value is not None and not value.any()  # The error is then 0, and not 0 / 0.
+        squared_outputs = 1.0 if is_zero else float(np.sum(outputs**2))
         for t, p in enumerate(probabilities):
             seen = slice(t + 1 if is_causal else None)
             sums = self.row_x[head][t] + self.row_y[head][seen]
@@ -196,7 +197,7 @@ def attention_inputs(
       value: Values ``[..., S, K, V]`` or None.
       scale: Scale of the logits, or None for the default.
     """
-    query, key = checks.real("query", query), checks.real("key", key)
+    query, key = _finite("query", query), _finite("key", key)
     for name, array in {"query": query, "key": key}.items():
         if array.ndim < 3 or 0 in array.shape:
             raise ValueError(f"{name} must be [..., length, heads, dim], got shape {array.shape}.")
@@ -218,12 +219,19 @@ def attention_inputs(
     x, y = (_heads_first(array, num_heads) * scale**0.5 for array in (query, key))
     if value is None:
         return AttentionInputs(x, y, None, x, y)
-    array = checks.real("value", value)
+    array = _finite("value", value)
     if array.ndim < 3 or array.shape[:-1] != key.shape[:-1] or not array.shape[-1]:
         raise ValueError(
             f"value must be [..., S, K, V] with key of shape {key.shape}, got {array.shape}."
         )
     return AttentionInputs(x, y, _heads_first(array, num_heads), x, y)
+
+
+def _finite(name: str, value: ArrayLike) -> Float64[np.ndarray, "*shape"]:
+    array = checks.real(name, value)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} must be finite, got {np.sum(~np.isfinite(array))} other numbers.")
+    return array
 
 
 def _heads_first(

@@ -50,6 +50,8 @@ AttentionFeatures: TypeAlias = Literal["positive", "hyperbolic"]
 ATTENTION_FEATURES = get_args(AttentionFeatures)
 # Largest error that the first-order expansion predicts; see ``attention_error``.
 FIRST_ORDER_LIMIT = 0.3
+# Largest |x + y|^2 of a prediction, whose time and memory grow with its square.
+LARGEST_SQUARED_DISTANCE = 1000.0
 
 
 def attention_error(
@@ -82,7 +84,8 @@ def attention_error(
     draws. A prediction above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large;
     ``choose_num_features`` measures the error of calibrated features instead. The prediction is far
     too low where each query attends to nearly one key and the estimate of that kernel has a large
-    error: the expansion weighs all other keys by their exact weights.
+    error: the expansion weighs all other keys by their exact weights. It is infinite for a head in
+    which some :math:`|x + y|^2` is above 1,000.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.
@@ -106,12 +109,12 @@ def attention_error(
       is_causal: If true, query t sees the keys 0 to t.
 
     Returns:
-      float64 array ``[..., N]``.
+      float64 array ``[..., N]``; 0 for a head whose values are all zeros.
 
     Raises:
       TypeError: If ``num_features`` is not an integer, or an array is not real.
       ValueError: If a name is unknown, arguments do not fit each other, a shape does not match, a
-        number is out of range, or there is no closed form.
+        number is out of range or not finite, or there is no closed form.
 
     Example:
       >>> import numpy as np
@@ -199,13 +202,13 @@ class ErrorTerms(NamedTuple):
                 polynomials = gegenbauer(np.array(pair.cosine), rows.dim, len(spectrum) - 1)
                 total = total + pair.weight * (polynomials @ spectrum)
         errors = rows.weight**2 / rows.num_rows * total + self.squared_bias
-        return np.where(np.isnan(errors), np.inf, errors)
+        return np.where(np.isnan(errors), np.inf, np.maximum(errors, 0))  # Not -1e-17.
 
 
 def error_terms(
     points: Iterable[QueryPoint], parameter: float | Vector, norms: Norms, kinds: Sequence[Pairs]
 ) -> ErrorTerms:
-    """Returns the terms that the given kinds of pairs need.
+    """Returns the terms that the given kinds of pairs need, infinite if some vectors are too long.
 
     Args:
       points: Queries of one or several heads, whose errors are added up.
@@ -214,9 +217,14 @@ def error_terms(
       kinds: Kinds of pairs, regardless of weights and angles.
     """
     parallel = {pair.cosine: np.zeros(2) for pair in kinds if is_parallel(pair, norms)}
-    spectra = {pair.norms: np.zeros((1, 2)) for pair in kinds if not is_parallel(pair, norms)}
+    spectra = {pair.norms: np.zeros((2, 2)) for pair in kinds if not is_parallel(pair, norms)}
     squared_bias = np.zeros(2)
     for point in points:
+        with np.errstate(over="ignore"):
+            longest = np.max(np.sum(point.sums**2, axis=-1))
+        if longest > LARGEST_SQUARED_DISTANCE:
+            squared_bias = np.full(2, np.inf)
+            break
         moments, weights = RowCovariances(point.sums, parameter, norms), point.weights
         for cosine in parallel:
             with np.errstate(over="ignore", invalid="ignore"):  # Covariances may be infinite.
