@@ -129,8 +129,8 @@ def linearize(
       - ``operations``: Multiplications of all layers, relative to those of exact attention at the
         same length, without those that choose exact keys.
       - ``output_error``: Squared error of the model's outputs on the held-out batches, divided by
-        their squared norm. Outputs are all floating arrays that the model returns. NaN if there are
-        none or all are zeros, as is the cosine.
+        their squared norm. Outputs are all floating arrays that the model returns, also where the
+        tokens are padding. NaN if there are none or all are zeros, as is the cosine.
       - ``output_cosine``: Mean cosine of the vectors along the last axis of the outputs to those
         before.
       - ``swap``: The swap of the layers; ``swap.undo()`` restores the model.
