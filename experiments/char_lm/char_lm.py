@@ -71,11 +71,13 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
-        another config; or if a validation loss is not finite.
+        another config or text; or if a validation loss is not finite.
     """
     check(config)
     pieces = resumable.Pieces(workdir, config, selection=["seeds", "attentions"])
     text = corpus.load()
+    for attention in config.attentions:
+        pieces.check_text(attention, text.sha256)
     steps = list(range(config.eval_interval, config.num_steps + 1, config.eval_interval))
     program = functools.cache(
         functools.partial(train.make_program, config, vocabulary_size=len(text.alphabet))

@@ -47,6 +47,27 @@ class Pieces:
                 )
         files.write_json(path, ours)
 
+    def check_text(self, part: str, sha256: str) -> None:
+        """Refuses the pieces of another text, as each Python environment has its own.
+
+        Args:
+          part: Beginning of the names of the pieces, up to a hyphen.
+          sha256: Hash of the text of this environment.
+
+        Raises:
+          UserError: If there are pieces of another text, or of one whose hash was not kept.
+        """
+        kept = self.load(f"{part}.text")
+        if kept == sha256:
+            return
+        if any(self._folder.glob(f"{part}-*")):
+            theirs = "an unknown text" if kept is None else f"a text with SHA-256 {kept}"
+            raise UserError(
+                f"{self._folder} holds {part}-* of {theirs}, but the text of this Python has "
+                f"SHA-256 {sha256}. Use the Python of that run, or give another --workdir."
+            )
+        self.save(f"{part}.text", np.array(sha256))
+
     def load(self, name: str) -> np.ndarray | None:
         """Returns a finished piece, or None.
 

@@ -34,8 +34,12 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     Returns:
       Facts of the text, and for each context and attention, the times of steps in milliseconds,
       the numbers of steps, and for each seed, the bits per character after each of them.
+
+    Raises:
+      UserError: If ``pieces`` has models of another text.
     """
     ours, text = config.equal_time, library.load()
+    pieces.check_text("equal_time", text.sha256)
     contexts: dict[str, Any] = {}
     for context in config.contexts:
         tasks = {name: make_task(text, ours, name, context) for name in ours.attentions}

@@ -68,7 +68,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
-        another config.
+        another config or text.
     """
     check(config)
     pieces = resumable.Pieces(workdir, config, selection=SELECTION)

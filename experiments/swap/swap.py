@@ -17,6 +17,7 @@ from experiments.swap import (
     measure_task,
     predicted,
     tables,
+    texts,
     training,
 )
 from experiments.swap.configs import paper
@@ -97,11 +98,14 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 
     Raises:
       UserError: If ``check`` refuses the config; if the model or a data set is not there; or if the
-        folder cannot be written or holds a run of another config.
+        folder cannot be written or holds a run of another config or of other texts.
     """
     check(config)
     selection = ["seeds", "parts", "methods", "tuned_methods", "model_dir", "data_dir"]
     pieces = resumable.Pieces(workdir, config, selection=selection)
+    for part in config.parts:
+        if part in texts.READ:
+            pieces.check_text(part, texts.sha256(part))
     results = {part: _run_part(part, config, pieces) for part in config.parts}
     return files.finish(workdir, results, lambda: figures.draw(results))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import json
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -72,6 +74,20 @@ def kinds() -> dict[str, list[str]]:
         kind: [_without(seen, text) for text in found]
         for kind, found in zip(KINDS, texts, strict=True)
     }
+
+
+# Texts of this Python environment that the parts of a run read.
+READ: dict[str, Callable[[], dict[str, Any]]] = {
+    "predicted_heads": hugging_face.pages,
+    "encoder": hugging_face.pages,
+    "kinds": kinds,
+    "char_lm": hugging_face.pages,
+}
+
+
+def sha256(part: str) -> str:
+    """Returns the hash of the texts that a part of ``READ`` reads."""
+    return hashlib.sha256(json.dumps(READ[part]()).encode()).hexdigest()
 
 
 def _contents(paths: Iterable[pathlib.Path]) -> list[str]:

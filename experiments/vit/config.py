@@ -122,7 +122,11 @@ FIELDS: dict[str, Field] = {
     "diagnostics.redraws": Field(8, "Redraws from which the variance is estimated.", _REDRAWS),
     "profile.start": Field(0, "First step to profile, counted from 0.", at_least(0)),
     "profile.steps": Field(0, "Number of steps to profile; 0 for none.", at_least(0)),
-    "checkpoint.interval": Field(500, "Steps between checkpoints; 0 keeps none.", at_least(0)),
+    "checkpoint.interval": Field(
+        500,
+        "Steps between checkpoints; 0 keeps none, and is refused for a stopped run that kept some.",
+        at_least(0),
+    ),
     "checkpoint.keep": Field(
         2,
         "Number of latest checkpoints to keep, in addition to the most accurate one.",

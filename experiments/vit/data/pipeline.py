@@ -77,8 +77,8 @@ def load(config: ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange) ->
 
     Raises:
       UserError: If the data set is not there, and the message says how to get it; it is damaged;
-        the two images of a mixture are not on one host; or the images have another size and are
-        not resized.
+        held_out leaves none to train on; the two images of a mixture are not on one host; or the
+        images have another size and are not resized.
     """
     mine = rows(config.batch_size)
     if config.augment.mixup and {*mine.tolist()} != {*(mine ^ 1).tolist()}:
@@ -140,7 +140,13 @@ def _from_memory(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
 
 def _num_held_out(config: ConfigDict, size: int) -> int:
     """Returns the number of training examples to hold out, which are the last ones."""
-    return math.ceil(config.held_out * size)
+    count = math.ceil(config.held_out * size)
+    if count >= size:
+        raise UserError(
+            f"config.held_out must leave at least one of the {size} training images of "
+            f"{config.dataset}, got {config.held_out}."
+        )
+    return count
 
 
 def _from_records(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:

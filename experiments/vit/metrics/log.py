@@ -191,17 +191,27 @@ def refuse_used(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 
     Raises:
-      UserError: If the run is finished, kept no checkpoints, or is of another config or of one that
-        cannot be read; the message names the fields that differ.
+      UserError: If the run is finished, kept no checkpoints or is to keep none from now on, or is
+        of another config or of one that cannot be read; the message names the fields that differ.
     """
     with user_mistakes(OSError, prefix=f"{workdir} cannot be read: "):
         found = [name for name in ("results.json", "metrics.csv") if (workdir / name).exists()]
     if not found:
         return
+    if found[0] != "results.json":
+        refuse_other(workdir, config)
     if found[0] == "results.json" or not config.checkpoint.interval:
         raise UserError(
             f"{workdir} already holds a run ({found[0]}). Give another --workdir or delete it."
         )
+
+
+def refuse_other(workdir: pathlib.Path, config: ConfigDict) -> None:
+    """Refuses a folder of a stopped run that is another one, or whose checkpoints would be lost.
+
+    Raises:
+      UserError: If the config differs or cannot be read, or keeps no checkpoints where the run did.
+    """
     try:
         theirs = files.read_json(workdir / "config.json")
         differ = config_differences(theirs, json.loads(config.to_json_best_effort()))
@@ -210,6 +220,12 @@ def refuse_used(workdir: pathlib.Path, config: ConfigDict) -> None:
         fault = f"whose config is lost ({error})"
     if fault:
         raise UserError(f"{workdir} holds a run {fault}. Give another --workdir or delete it.")
+    interval = theirs["checkpoint"].get("interval")
+    if interval and not config.checkpoint.interval:
+        raise UserError(
+            f"{workdir} holds a run with checkpoint.interval={interval}, whose checkpoints are "
+            "lost with checkpoint.interval=0. Keep the interval, or give another --workdir."
+        )
 
 
 def is_finished(workdir: pathlib.Path, config: ConfigDict) -> bool:

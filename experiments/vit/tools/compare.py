@@ -102,8 +102,8 @@ def _check_run(config: ConfigDict, run: pathlib.Path) -> None:
             raise UserError(
                 f"{run} was run with another config: {'; '.join(differ)}. Give another --workdir."
             )
-    elif config.checkpoint.interval:
-        log.refuse_used(run, config)
+    elif (run / "metrics.csv").exists():
+        log.refuse_other(run, config)
 
 
 def _finish_run(config: ConfigDict, run: pathlib.Path) -> None:

@@ -53,11 +53,15 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
     Raises:
       IncompatibleError: If the checkpoints are of another run or another program, and the message
         names what differs; or if they have no digests.
-      UserError: If workdir holds no run, or no checkpoint that can be read; or the config is not
-        right.
+      UserError: If workdir holds no run, or one that keeps no checkpoints or none that can be read;
+        or the config is not right.
     """
     workdir = pathlib.Path(workdir)
     config = _read_config(workdir)
+    if not config.checkpoint.interval:
+        raise UserError(
+            f"{workdir / 'config.json'} has checkpoint.interval=0: the run keeps no weights."
+        )
     folder = config.checkpoint.folder or workdir / "checkpoints"
     for found in checkpoint_contents.find(folder, best=best):
         if differ := config_differences(found.config, _without_folder(config)):

@@ -1,4 +1,5 @@
 import json
+import pydoc_data.topics
 import subprocess
 import sys
 
@@ -42,6 +43,19 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     # More seeds add runs to the same folder; they do not make another config.
     assert list(char_lm.run(tiny.get_config(seeds=(0, 2)), tmp_path)["runs"]["far"]) == ["0", "2"]
     assert names[len(runs) + 1 :] == [f"{attention}-2" for attention in ATTENTIONS]
+
+
+@pytest.mark.fast
+def test_the_models_of_another_text_are_not_mixed_with_ours(tmp_path, monkeypatch):
+    losses_and_sample = np.array([3.0, 2.0]), np.array([0])
+    monkeypatch.setattr(train, "make_program", lambda config, attention, vocabulary_size: None)
+    monkeypatch.setattr(train, "train", lambda *_, **__: losses_and_sample)
+    char_lm.run(tiny.get_config(attentions=("near",)), tmp_path)
+    topics = pydoc_data.topics.topics
+    monkeypatch.setattr(pydoc_data.topics, "topics", dict([*topics.items()][:60]))
+    with pytest.raises(UserError, match=rf"near-\* .* SHA-256 .*SHA-256 {corpus.load().sha256}\."):
+        char_lm.run(tiny.get_config(attentions=("near", "softmax")), tmp_path)
+    assert list(char_lm.run(tiny.get_config(attentions=("far",)), tmp_path)["runs"]) == ["far"]
 
 
 @pytest.mark.fast

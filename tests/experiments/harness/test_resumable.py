@@ -46,6 +46,20 @@ def test_pieces_of_another_version_or_of_a_damaged_config_are_refused(tmp_path, 
         resumable.Pieces(tmp_path, config())
 
 
+def test_pieces_of_another_or_an_unknown_text_are_refused(tmp_path):
+    pieces = resumable.Pieces(tmp_path, config())
+    pieces.check_text("near", "a1")
+    pieces.check_text("near", "b2")  # There is no piece of the other text yet.
+    pieces.save("near-0", np.arange(3))
+    pieces.check_text("near", "b2")
+    with pytest.raises(UserError, match=r"near-\* of a text with SHA-256 b2, .* has SHA-256 c3\. "):
+        pieces.check_text("near", "c3")
+    pieces.check_text("near_far", "c3")
+    pieces.save("far-0", np.arange(3))
+    with pytest.raises(UserError, match=r"far-\* of an unknown text, .* has SHA-256 c3\. "):
+        pieces.check_text("far", "c3")
+
+
 @pytest.mark.parametrize("change", [lambda b: b"", lambda b: b[:-1], lambda b: b"x" + b[1:]])
 def test_a_damaged_piece_is_named(tmp_path, change):
     pieces = resumable.Pieces(tmp_path, config())

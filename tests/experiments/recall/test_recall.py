@@ -38,7 +38,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, short_text):
         recall.run(config, tmp_path)
     assert not (tmp_path / "results.json").exists()
     kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "pieces").iterdir()}
-    assert len(kept) == 2 * (6 + 1 + 2)  # Each piece has a file of its seconds.
+    # Each piece has a file of its seconds, and there is one of the text's hash.
+    assert len(kept) == 2 * (6 + 1 + 2) + 1
     results = recall.run(config, tmp_path)
     assert all(path.stat().st_mtime_ns == time for path, time in kept.items())
     assert json.loads((tmp_path / "results.json").read_text()) == results
@@ -59,6 +60,27 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, short_text):
     assert "| 8 | softmax | " in report
     assert "It is not the text of the README" in report
     assert_no_figure_costs_results(recall.run, config, tmp_path)
+
+
+class StoppedError(Exception):
+    """A run is stopped."""
+
+
+@pytest.mark.fast
+def test_models_of_another_text_are_not_mixed_with_ours(tmp_path, monkeypatch, short_text):
+    def stop(*_, **__):
+        raise StoppedError
+
+    monkeypatch.setattr(equal_time, "measure", lambda tasks, config: np.ones((len(tasks), 2)))
+    monkeypatch.setattr(equal_time, "train", stop)
+    config = tiny.get_config(parts=("equal_time",))
+    with pytest.raises(StoppedError):
+        recall.run(config, tmp_path)
+    monkeypatch.setattr(library, "load", lambda: corpus.split("To be, or not to be: " * 20))
+    with pytest.raises(
+        UserError, match=rf"equal_time-\* of a text with SHA-256 {TEXT.sha256}, but"
+    ):
+        recall.run(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 import json
 import os
+import pydoc_data.topics
 
 import jax
 import numpy as np
@@ -151,6 +152,30 @@ class Kept:
         if name not in self.kept:
             self.kept[name] = compute()
         return self.kept[name]
+
+
+class StoppedError(Exception):
+    """A run is stopped."""
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("part", swap.PARTS)
+def test_pieces_of_another_text_are_not_mixed_with_ours(part, tmp_path, monkeypatch):
+    def stop(part, config, pieces):
+        pieces.save(f"{part}-0", np.arange(3))
+        raise StoppedError
+
+    monkeypatch.setattr(swap, "_run_part", stop)
+    config = tiny.get_config(parts=(part,))
+    for _ in range(2):
+        with pytest.raises(StoppedError):
+            swap.run(config, tmp_path)
+    topics = pydoc_data.topics.topics
+    monkeypatch.setattr(pydoc_data.topics, "topics", dict([*topics.items()][:60]))
+    refused = pytest.raises(UserError, match=rf"holds {part}-\* of a text with SHA-256")
+    reads = part in ("predicted_heads", "encoder", "kinds", "char_lm")
+    with refused if reads else pytest.raises(StoppedError):
+        swap.run(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -181,6 +181,20 @@ def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkey
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize(("flags", "run"), [(EXACT, "."), ("--compare=exact", "exact-0")])
+def test_checkpoints_are_not_thrown_away(command, tmp_path, flags, run):
+    folder = tmp_path / "run" / run
+    folder.mkdir(parents=True)
+    (folder / "metrics.csv").touch()
+    ours = tiny.get_config(model__attention="exact", checkpoint__interval=2)
+    (folder / "config.json").write_text(ours.to_json())
+    refused = r"with checkpoint\.interval=2, .* checkpoint\.interval=0\. Keep the interval, or"
+    with pytest.raises(SystemExit, match=refused):
+        command(f"{flags} --config.checkpoint.interval=0")
+    assert (folder / "metrics.csv").exists()
+
+
+@pytest.mark.fast
 def test_the_results_of_a_comparison_are_not_written_over(command, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "results.json").write_text('{"simplex": []}')

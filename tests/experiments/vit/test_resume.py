@@ -197,6 +197,16 @@ def test_evaluation_needs_a_run_a_checkpoint_and_images(whole, tmp_path):
         evaluate.evaluate(tmp_path, best=False)
 
 
+def test_a_run_without_checkpoints_is_not_evaluated_by_those_of_another(whole, tmp_path):
+    folder = str(whole / "checkpoints")
+    ours = get_config(checkpoint__interval=0, checkpoint__folder=folder)
+    (tmp_path / "config.json").write_text(ours.to_json())
+    with pytest.raises(
+        UserError, match=r"config.json has checkpoint.interval=0: the run keeps no weights"
+    ):
+        evaluate.evaluate(tmp_path, best=False)
+
+
 @pytest.mark.slow
 def test_eight_devices_go_on_as_four(whole, tmp_path):
     folder = reopened(whole, tmp_path)
@@ -225,7 +235,7 @@ def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_pat
         checkpoint_damage.IncompatibleError, match=f"of another run: {differ}. Give"
     ):
         train.train(other, tmp_path / "other")
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match=r"holds a run with checkpoint\.interval=3"):
         train.train(get_config(checkpoint__interval=0), tmp_path)
 
 

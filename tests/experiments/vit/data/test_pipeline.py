@@ -311,6 +311,17 @@ def test_images_in_memory_are_held_out_like_records():
 
 
 @pytest.mark.fast
+def test_some_image_must_be_left_to_train_on(folder):
+    some = pipeline.load(tiny.get_config(held_out=0.999), eval_batch_size=100)
+    assert (some.num_train, some.num_held_out) == (1, 1436)
+    refused = "config.held_out must leave at least one of the {} training images of {}, got 0.9999"
+    with pytest.raises(UserError, match=refused.format(1437, "digits")):
+        pipeline.load(tiny.get_config(held_out=0.9999), eval_batch_size=100)
+    with pytest.raises(UserError, match=refused.format(NUM_TRAIN, "imagenet2012")):
+        prepared.load(folder, held_out=0.9999)
+
+
+@pytest.mark.fast
 def test_a_test_split_alone_can_be_opened(tmp_path):
     prepared.write(tmp_path, validation=NUM_TEST)
     config = prepared.get_config(tmp_path)
