@@ -148,3 +148,102 @@ def test_the_gap_is_the_difference_of_the_errors():
     assert theory.orthogonality_gap(1.0, 1, 5, features="trigonometric", kernel=Matern()) == 0
     with pytest.raises(ValueError, match="estimate only the Gaussian and the softmax kernel"):
         theory.orthogonality_gap(1.0, 5, 5, kernel=Matern())
+
+
+def law_in_two_dimensions(kernel):
+    """Returns a quadrature rule for the law of s, and the parameter of the explicit law of norms.
+
+    Rows for the Matern kernel have the t-distribution: P(|w| > a) = (1 + a^2 / (2 nu))^-nu, which
+    for the Gaussian kernel is exp(-a^2 / 2).
+    """
+    if kernel == Gaussian():
+        return np.ones(1), np.ones(1), np.inf
+    log_gamma = np.arange(-40 / kernel.nu, 7, 0.1)
+    weights = np.exp(kernel.nu * log_gamma - np.exp(log_gamma) - scipy.special.gammaln(kernel.nu))
+    return kernel.nu * np.exp(-log_gamma), 0.1 * weights, kernel.nu
+
+
+def mean_cosines(kernel, num_strata, omega):
+    """Returns E cos(a omega) for norms a in each stratum; the last is the rest of all norms."""
+    scales, weights, nu = law_in_two_dimensions(kernel)
+    y = np.sqrt(scales / 2) * omega[:, None]
+    everywhere = (1 - 2 * y * scipy.special.dawsn(y)) @ weights
+    log_above = np.log1p(-np.arange(num_strata) / num_strata)
+    edges = np.sqrt(-2 * log_above if np.isinf(nu) else 2 * nu * np.expm1(-log_above / nu))
+    roots, weights = np.polynomial.legendre.leggauss(int(100 + np.max(omega) * edges[-1]))
+    half = np.diff(edges)[:, None] / 2
+    a = edges[:-1, None] + half * (1 + roots)
+    density = a * (np.exp(-(a**2) / 2) if np.isinf(nu) else (1 + a**2 / (2 * nu)) ** (-nu - 1))
+    means = [
+        np.cos(omega[:, None] * x) @ w for x, w in zip(a, half * weights * density, strict=True)
+    ]
+    return num_strata * np.stack([*means, everywhere - sum(means)])
+
+
+def stratified_mse(kernel, num_rows, z, coupling):
+    """Returns the mean squared error in two dimensions by integrals over the angle of a row.
+
+    The number of rows is even, or a multiple of four for a cross-polytope.
+    """
+    # The tanh-sinh rule for the angle resolves small cosines and sines.
+    t, step = np.linspace(-3.8, 3.8, int(500 + 8 * z), retstep=True)
+    u = np.pi * np.sinh(t)
+    weights = step * np.pi * np.cosh(t) * scipy.special.expit(u) * scipy.special.expit(-u)
+    x, y = (
+        mean_cosines(kernel, num_rows, z * np.sin(np.pi / 2 * scipy.special.expit(sign * u)))
+        for sign in (-1, 1)
+    )
+
+    def mean_of_pairs(x, y):  # Any two rows have different strata.
+        pairs = num_rows * (num_rows - 1)
+        return (x.sum(axis=0) * y.sum(axis=0) - (x * y).sum(axis=0)) / pairs
+
+    alone = mean_of_pairs(x @ weights, x @ weights)
+    across, along = mean_of_pairs(x, y) @ weights, mean_of_pairs(x, x) @ weights
+    partners = across if coupling == "orthogonal" else along + 2 * across
+    others = num_rows - (2 if coupling == "orthogonal" else 4)
+    scales, weights, _ = law_in_two_dimensions(kernel)
+    k, k2 = (np.exp(-scales * (factor * z) ** 2 / 2) @ weights for factor in (1, 2))
+    return ((1 + k2) / 2 + partners + others * alone) / num_rows - k**2
+
+
+STRATIFIED = [
+    ("orthogonal", Matern(0.2), 2, 1.0),
+    ("orthogonal", Matern(0.2), 4, 0.01),
+    ("orthogonal", Matern(0.2), 16, 0.01),
+    ("orthogonal", Matern(0.5), 4, 10.0),
+    ("orthogonal", Gaussian(), 2, 50.0),
+    ("orthogonal", Gaussian(), 2, 100.0),
+    pytest.param("orthogonal", Gaussian(), 2, 300.0, marks=pytest.mark.slow),
+    ("cross_polytope", Matern(0.2), 4, 1.0),
+    ("cross_polytope", Gaussian(), 4, 10.0),
+    ("cross_polytope", Gaussian(), 4, 30.0),
+]
+
+
+@pytest.mark.parametrize(("coupling", "kernel", "num_rows", "z"), STRATIFIED)
+def test_stratified_norms_against_integrals_over_the_angle(coupling, kernel, num_rows, z):
+    options = {"coupling": coupling, "norms": "stratified", "features": "trigonometric"}
+    got = theory.kernel_mse([0.0, 0.0], [z, 0.0], num_rows, kernel=kernel, **options)
+    np.testing.assert_allclose(got, stratified_mse(kernel, num_rows, z, coupling), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("z", [150.0, 300.0])
+def test_a_stratified_cross_polytope_has_two_digits_far_away(z):
+    options = {"coupling": "cross_polytope", "norms": "stratified", "features": "trigonometric"}
+    got = theory.kernel_mse([0.0, 0.0], [z, 0.0], 4, **options)
+    expected = stratified_mse(Gaussian(), 4, z, "cross_polytope")
+    np.testing.assert_allclose(got, expected, rtol=0.02)
+
+
+@pytest.mark.parametrize("z", [1.0, 100.0, 1000.0, 3000.0, 1e5])
+def test_antithetic_norms_against_a_dense_rule(z):
+    normal, step = np.linspace(-9, 9, 800_001, retstep=True)
+    weights = step * np.exp(-(normal**2) / 2) / np.sqrt(2 * np.pi)
+    sums = -2 * (scipy.special.log_ndtr(normal) + scipy.special.log_ndtr(-normal))
+    product, k2 = scipy.special.j0(z * np.sqrt(sums)) @ weights, np.exp(-(z**2))
+    expected = 1 + (product - k2) / ((1 - k2) ** 2 / 2)
+    options = {"coupling": "orthogonal", "norms": "antithetic", "features": "trigonometric"}
+    np.testing.assert_allclose(theory.mse_ratio(z, 2, 2, **options), expected, rtol=1e-10)
+    np.testing.assert_allclose(theory.mse_ratio(np.inf, 5, 2, **options), 1, rtol=1e-7)

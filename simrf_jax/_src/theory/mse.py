@@ -78,8 +78,7 @@ def kernel_mse(
         ``"cross_polytope"``, row blocks of 2d rows that are +- pairs of d orthogonal directions.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       kernel: Kernel that is estimated: ``"gaussian"``, ``"softmax"``, or for trigonometric features
-        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``. If its norms have heavy tails,
-        the result for a few rows with stratified norms is accurate to only two or three digits.
+        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       log: If true, return the logarithm, which does not overflow.
       norms: Joint law of the row norms, each of which has the distribution function F of the
@@ -91,7 +90,8 @@ def kernel_mse(
         * ``"antithetic"``: two consecutive rows of a row block have F(a) + F(a') = 1. In a
           cross-polytope the rows of a +- pair have one norm, and consecutive pairs are antithetic.
         * ``"shared"``: one norm for all rows of a row block.
-        * ``"stratified"``: one norm from each of m equally probable strata.
+        * ``"stratified"``: one norm from each of m equally probable strata. The result has six
+          digits, or only two for a cross-polytope at distances over 30.
         * ``"pair"``: one norm for both rows of each +- pair of a cross-polytope. These are the
           hyperbolic features of half as many orthogonal rows.
         * ``"sqrt_dim"``: the fixed norm :math:`\sqrt d`. The estimate has a large bias.

@@ -26,13 +26,17 @@ the norms a and a' have
 .. math::
     E \cos \cos = \tfrac12 \Lambda(r_+ z) + \tfrac12 \Lambda(r_- z), \qquad
     r_\pm^2 = a^2 + a'^2 \pm 2 c a a'.
+
+The law of the norms is smooth. After many radians the cosines therefore average out, except at the
+edges of strata and where the phase of two rows is stationary. The quadrature multiplies
+:math:`\Lambda` by a taper that falls smoothly from 1 to 0, and has nodes for the radians before it.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import numpy as np
 from jaxtyping import Float64
@@ -44,15 +48,19 @@ from simrf_jax._src.theory.harmonics import gegenbauer, log_multiplicities
 from simrf_jax._src.theory.pairs import SAME_ROW, Pairs, Rows
 from simrf_jax._src.theory.quadrature import Nodes, Vector, over_chunks, sum_by_ratios
 
+# Nodes of several strata.
+NodesOfStrata: TypeAlias = Float64[np.ndarray, "strata nodes"]
+
 _LEAST, _MOST = -60.0, 80.0  # Range of log q.
 _DEGREES = 256  # Terms of the series.
 _NODES = 256  # Nodes of the integral over y; a quarter as many from degree 8 on.
 # The ratio at 0 is computed at this distance. Averages over norms lose digits below it.
 _SMALLEST = {"chi": 1e-8, "shared": 1e-8, "pair": 1e-8, "antithetic": 1e-4}
 _LARGEST = 1e8
-_PAIRED = 1280  # Nodes of antithetic norms.
-_LONGEST = 120  # Nodes of the stratum of the longest rows.
 _LARGEST_NORMAL = 8.5  # Less than 1e-17 of all norms lie beyond it.
+_RADIANS, _FALL = 400.0, 20.0  # Middle and width of the taper.
+_MOST_RADIANS = _RADIANS + 5 * _FALL  # The taper is 0 to rounding beyond it.
+_PANEL_NODES, _PANEL_RADIANS, _PANEL_WIDTH = 20, 30.0, 1.5  # Nodes and most extent of a panel.
 
 
 def trigonometric_mse(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -109,9 +117,7 @@ def _over_chunks(
     function: Callable[[_Covariances], Vector], t: Vector, rows: Rows, kernel: ScaleMixture
 ) -> Vector:
     """Evaluates a function of the covariances at squared distances, in bounded memory."""
-    of_scales = 1 if kernel == GAUSSIAN else _log_q(kernel.step).size
-    of_norms = {"antithetic": _PAIRED, "stratified": _LONGEST**2}.get(rows.norms, 1)
-    width = max(of_scales, of_norms)  # Size of temporary arrays for each distance.
+    width = 1 if kernel == GAUSSIAN else _log_q(kernel.step).size
     return over_chunks(lambda t: function(_Covariances(t, rows, kernel)), t, width)
 
 
@@ -148,20 +154,11 @@ class _Covariances:
             difference = np.exp(-(1 - cosine) * self._q) * -np.expm1(-2 * cosine * self._q)
             return difference**2 / 2 @ self._weights + self._variance_of_scales()
         if pair.norms == "antithetic":
-            normal, weights = _normal_rule(0.0, _LARGEST_NORMAL, _PAIRED)
-            norm = _norm(self._kernel, self._dim)
-            norms, others = norm(normal)[:, None], norm(-normal)[:, None]
-            products = self._deficit_products(norms, others, pair.cosine)
-            means = weights @ (self._deficit(norms) + self._deficit(others)) / 2
-            return weights @ products - means**2
+            return np.array([self._antithetic(z, pair.cosine) for z in self._z])
         independent = self._independent(pair.cosine)
         if pair.norms == "independent":
             return independent
-        products = np.zeros_like(self._z)
-        for of_stratum, weights in self._strata:
-            pairs = of_stratum[:, None, None], of_stratum[None, :, None]
-            values = self._deficit_products(*pairs, pair.cosine)
-            products += np.einsum("i,j,ijn->n", weights, weights, values) / self._num_rows
+        products = np.array([self._mean_product_in_strata(z, pair.cosine) for z in self._z])
         mean, _ = self._means_of_strata
         return independent + (independent + mean**2 - products) / (self._num_rows - 1)
 
@@ -198,44 +195,92 @@ class _Covariances:
             return _coefficients(self._q, self._dim)
         return _coefficients_at_nodes(self._kernel.step, self._dim) @ self._weights
 
-    def _deficit(self, norms: Float64[np.ndarray, "*shape 1"]) -> Float64[np.ndarray, "*shape n"]:
-        """Returns the means of 1 - cos for rows of given norms, with an axis of distances."""
-        return _one_minus_lambda(norms * self._z, self._dim)
+    def _antithetic(self, z: float, cosine: float) -> float:
+        """Returns the covariance of two rows of antithetic norms at one distance."""
 
-    def _deficit_products(
-        self,
-        norms: Float64[np.ndarray, " ... 1"],
-        others: Float64[np.ndarray, " ... 1"],
-        cosine: float,
-    ) -> Float64[np.ndarray, " ... n"]:
-        """Returns the means of (1 - cos) (1 - cos') for pairs of rows of given norms."""
-        result = self._deficit(norms) + self._deficit(others)
-        for sign in (-1, 1):
-            squares = norms**2 + others**2 + 2 * sign * cosine * norms * others
-            result = result - self._deficit(np.sqrt(np.maximum(squares, 0))) / 2
-        return result
+        def phases(normal: Nodes) -> Float64[np.ndarray, "4 nodes"]:
+            norms, others = self._norm(normal), self._norm(-normal)
+            resultants = [_resultant(norms, others, c) for c in (-cosine, cosine)]
+            return z * np.stack([norms, others, *resultants])
 
-    @functools.cached_property
-    def _strata(self) -> list[tuple[Nodes, Nodes]]:
-        """Norms in each stratum, and their weights, which add up to 1 in each stratum."""
-        edges = special.ndtri(np.arange(self._num_rows + 1) / self._num_rows)
-        edges = np.clip(edges, -_LARGEST_NORMAL, _LARGEST_NORMAL)
-        # The cosines of the longest rows oscillate.
-        sizes = [8 + 128 // self._num_rows] * (self._num_rows - 1) + [_LONGEST]
-        rules = [
-            _normal_rule(low, high, size)
-            for (low, high), size in zip(itertools.pairwise(edges), sizes, strict=True)
-        ]
-        norm = _norm(self._kernel, self._dim)
-        return [(norm(normal), weights) for normal, weights in rules]
+        # The phases of pairs are stationary at equal norms, and oscillations count from there.
+        grid = np.append(0.0, np.geomspace(1e-6, _LARGEST_NORMAL, 2000))
+        at_grid = phases(grid)
+        start = at_grid[:, :1] * [[0], [0], [1], [1]]
+        radians = np.minimum(np.abs(at_grid - start) / self._unit, _MOST_RADIANS)
+        total = np.abs(np.diff(radians, prepend=radians[:, :1])).sum(axis=0).cumsum()
+        place = _place(grid, total)
+        edges = np.linspace(0, place[-1], int(np.ceil(place[-1])) + 1)
+        normal, weights = _normal_rule(edges, place, grid)
+        at_nodes = phases(normal)
+        taper = _taper(np.abs(at_nodes - start) / self._unit)
+        deficits = _deficit(at_nodes, taper, self._dim) @ weights
+        alone, together = deficits[:2].sum(), deficits[2:].sum()
+        return alone - together / 2 - (alone / 2) ** 2
+
+    def _mean_product_in_strata(self, z: float, cosine: float) -> float:
+        """Returns the mean over strata of E (1 - cos) (1 - cos') for two norms of one stratum."""
+        total = 0.0
+        for normal, weights in self._strata(z):
+            r = z * self._norm(normal)
+            taper = _taper(r / self._unit)
+            tapers = taper[:, :, None] * taper[:, None]
+            total += 2 * np.sum(weights * _deficit(r, taper, self._dim))
+            signed = {-cosine, cosine}
+            for c in signed:
+                resultants = _resultant(r[:, :, None], r[:, None], c)
+                deficits = _deficit(resultants, tapers, self._dim)
+                total -= np.einsum("ki,kj,kij->", weights, weights, deficits) / len(signed)
+            if abs(cosine) == 1:
+                # The cosine of the difference of two norms does not oscillate where they are
+                # nearly equal. There the integral of Lambda replaces it beyond the taper.
+                slope = z * (self._norm(normal + 1e-4) - self._norm(normal - 1e-4)) / 2e-4
+                density = self._num_rows * np.exp(-(normal**2) / 2) / np.sqrt(2 * np.pi) / slope
+                log_integral = special.gammaln(self._dim / 2) - special.gammaln(self._dim / 2 - 0.5)
+                integral = np.sqrt(np.pi) * np.exp(log_integral)
+                total += integral * np.sum(weights * (1 - taper**2) * density)
+        return total / self._num_rows
+
+    def _strata(self, z: float) -> Iterator[tuple[NodesOfStrata, NodesOfStrata]]:
+        """Yields normal variables in some strata, and weights that add up to 1 in each stratum."""
+        grid, norms = self._grid
+        place = _place(grid, np.minimum(z * norms / self._unit, _MOST_RADIANS))
+        normal = special.ndtri(np.arange(self._num_rows + 1) / self._num_rows)
+        edges = np.interp(normal, grid, place)
+        num_panels = np.ceil(np.diff(edges)).astype(int)
+        for panels in np.unique(num_panels):
+            strata = np.flatnonzero(num_panels == panels)
+            size = max(1, 2**18 // (_PANEL_NODES * panels) ** 2)  # Bounds the memory of pairs.
+            for some in np.split(strata, range(size, strata.size, size)):
+                places = np.linspace(edges[some], edges[some + 1], panels + 1, axis=-1)
+                yield _normal_rule(places, place, grid)
 
     @functools.cached_property
     def _means_of_strata(self) -> tuple[Vector, Vector]:
         """The mean of 1 - cos, and the mean over strata of its squared mean in each stratum."""
-        means = np.stack(
-            [weights @ self._deficit(norms[:, None]) for norms, weights in self._strata]
-        )
+        means = np.stack([self._means_in_strata(z) for z in self._z], axis=-1)
         return np.mean(means, axis=0), np.mean(means**2, axis=0)
+
+    def _means_in_strata(self, z: float) -> Float64[np.ndarray, " strata"]:
+        def mean(normal: NodesOfStrata, weights: NodesOfStrata) -> Float64[np.ndarray, " some"]:
+            r = z * self._norm(normal)
+            return np.sum(weights * _deficit(r, _taper(r / self._unit), self._dim), axis=-1)
+
+        return np.concatenate([mean(*rule) for rule in self._strata(z)])
+
+    @functools.cached_property
+    def _grid(self) -> tuple[Nodes, Nodes]:
+        grid = np.linspace(-_LARGEST_NORMAL, _LARGEST_NORMAL, 4000)
+        return grid, self._norm(grid)
+
+    @property
+    def _unit(self) -> float:
+        """Radians are counted in this unit, because Lambda varies slowly in high dimensions."""
+        return max(1.0, self._dim**0.5 / 2)
+
+    @functools.cached_property
+    def _norm(self) -> Callable[[Nodes], Nodes]:
+        return _norm(self._kernel, self._dim)
 
 
 def _log_q(step: float) -> Nodes:
@@ -284,14 +329,47 @@ def _one_minus_lambda(r: Float64[np.ndarray, "*shape"], dim: int) -> Float64[np.
     return result
 
 
-def _normal_rule(low: float, high: float, num_nodes: int) -> tuple[Nodes, Nodes]:
-    """Returns nodes of a standard normal variable in a range, and weights that add up to 1."""
-    panels = max(1, num_nodes // 20)
-    roots, weights = np.polynomial.legendre.leggauss(num_nodes // panels)
-    half = (high - low) / panels / 2
-    normal = low + half * (2 * np.arange(panels)[:, None] + 1 + roots)
-    weights = weights * np.exp(-(normal**2) / 2)
-    return normal.ravel(), weights.ravel() / weights.sum()
+def _resultant(
+    r: Float64[np.ndarray, "*shape"], other: Float64[np.ndarray, "*#shape"], cosine: float
+) -> Float64[np.ndarray, ...]:
+    """Returns the length of the sum of two vectors of given lengths and cosine."""
+    return np.sqrt(np.maximum(r**2 + other**2 + 2 * cosine * r * other, 0))
+
+
+def _deficit(
+    r: Float64[np.ndarray, "*shape"], taper: Float64[np.ndarray, "*shape"], dim: int
+) -> Float64[np.ndarray, "*shape"]:
+    """Returns 1 minus the tapered characteristic function of a random direction."""
+    return 1 - taper + taper * _one_minus_lambda(r, dim)
+
+
+def _taper(radians: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+    """Returns a factor of cosines that have turned by this many radians."""
+    return special.erfc((radians - _RADIANS) / _FALL) / 2
+
+
+def _place(normal: Nodes, radians: Nodes) -> Nodes:
+    """Returns an increasing function of the normal variable that grows by 1 in each panel."""
+    return normal / _PANEL_WIDTH + radians / _PANEL_RADIANS
+
+
+def _normal_rule(
+    places: Float64[np.ndarray, "*strata edges"], place: Nodes, grid: Nodes
+) -> tuple[Float64[np.ndarray, "*strata nodes"], Float64[np.ndarray, "*strata nodes"]]:
+    """Returns nodes of a standard normal variable in panels, and weights that add up to 1.
+
+    Args:
+      places: Places of the panels' edges.
+      place: Places of the normal variables of the grid.
+      grid: Normal variables.
+    """
+    edges = np.interp(places, place, grid)[..., None]
+    roots, weights = np.polynomial.legendre.leggauss(_PANEL_NODES)
+    half = np.diff(edges, axis=-2) / 2
+    normal = edges[..., :-1, :] + half * (1 + roots)
+    weights = half * weights * np.exp(-(normal**2) / 2)
+    normal, weights = (x.reshape(*places.shape[:-1], -1) for x in (normal, weights))
+    return normal, weights / weights.sum(axis=-1, keepdims=True)
 
 
 def _norm(kernel: ScaleMixture, dim: int) -> Callable[[Nodes], Nodes]:
