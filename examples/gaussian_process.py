@@ -250,6 +250,8 @@ def main(arguments=None):
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--figure", help="file to draw samples and bands to")
     options = parser.parse_args(arguments)
+    if options.rows < 1:
+        parser.error(f"--rows must be at least 1, got {options.rows}.")
     jax.config.update("jax_enable_x64", True)
     x, y = data(jax.random.key(0), options.rows)
     start = time.perf_counter()

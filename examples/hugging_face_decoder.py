@@ -447,6 +447,10 @@ def main() -> None:
     num_seeds = 3 if options.seeds is None else options.seeds
     num_steps = options.steps or 0
     folder = options.model_dir
+    if options.train_steps < 0 or options.length < 2:
+        parser.error("--train_steps must be at least 0, and --length at least 2.")
+    if options.train_steps and (found := [*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+        parser.error(f"--train_steps writes a model of bytes to a new folder, got {found[0]}.")
     texts = Texts.load(folder, options.length)
     if options.train_steps:
         config = DecoderConfig()

@@ -95,6 +95,15 @@ def test_positions_of_any_integer_type(dtype):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("positions", [[2**32], [2**63 - 1], [-(2**32)], np.uint32([2**32 - 1])])
+def test_positions_beyond_the_keys_are_not_wrapped(positions):
+    q, k, v = inputs(LENGTH, heads=1)
+    out = random_feature_attention(q, k, v, projection(), exact_keys=np.asarray(positions))
+    np.testing.assert_array_equal(
+        out, random_feature_attention(q, k, v, projection(), exact_keys=[LENGTH])
+    )
+
+
 def test_hidden_keys_are_not_chosen():
     q, k, v = inputs(LENGTH, **GROUPED)
     w, shown = projection(), np.arange(LENGTH) % 3 > 0

@@ -180,6 +180,7 @@ REFUSED = {
         ValueError,
         "scale must be finite",
     ),
+    "scale 0": (RandomFeatureMechanism(W), {"scale": 0.0}, ValueError, "scale must not be 0"),
     "heads": (
         RandomFeatureMechanism(np.stack([W] * 3)),
         {},

@@ -224,12 +224,27 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     ("flags", "message"),
     [
         (["--steps=3"], "--steps needs --relative_error"),
+        (["--train_steps=-1"], "--train_steps must be at least 0"),
+        (["--length=1"], "--length at least 2"),
         (["--relative_error=0.1", "--features=64"], "it takes no --features and no --seeds"),
         (["--relative_error=0.1", "--seeds=3"], "it takes no --features and no --seeds"),
     ],
 )
-def test_flags_that_nothing_reads_are_refused(tmp_path, monkeypatch, capsys, flags, message):
+def test_flags_that_cannot_be_meant_are_refused(tmp_path, monkeypatch, capsys, flags, message):
     monkeypatch.setattr(sys, "argv", ["hugging_face_decoder", f"--model_dir={tmp_path}", *flags])
     with pytest.raises(SystemExit):
         hd.main()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
+)
+def test_training_writes_over_no_file(tmp_path, monkeypatch, capsys, name):
+    (tmp_path / name).write_text("{}")
+    argv = ["hugging_face_decoder", f"--model_dir={tmp_path}", "--train_steps=1"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit):
+        hd.main()
+    assert f"to a new folder, got {tmp_path / name}" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == [name]

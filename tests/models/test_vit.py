@@ -139,6 +139,23 @@ def test_patches_are_cut_row_by_row():
     )
 
 
+@pytest.mark.devices(4)
+@pytest.mark.parametrize("pooling", ["average", "token"])
+def test_images_over_an_explicit_axis(pooling):
+    def loss(model, x):
+        return jnp.sum(model(x) ** 2)
+
+    model, x = with_random_head(build(pooling=pooling)), images(8)
+    want = model(x), nnx.grad(loss)(model, x)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        on_mesh = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        got = nnx.jit(lambda model, x: (model(x), nnx.grad(loss)(model, x)))(model, on_mesh)
+    assert jax.typeof(got[0]).sharding.spec[0] == "data"
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.slow
 def test_dropout_is_active_only_with_keys_and_depends_on_them():
     model = with_random_head(build(dropout_rate=0.5))
@@ -274,6 +291,9 @@ def test_calibration_reaches_every_layer_inside_jit_too(changes):
         ({"depth": 2.0}, TypeError, "depth must be an integer"),
         ({"image_size": 8}, TypeError, r"image_size must be \(height, width\), got 8"),
         ({"image_size": (8,)}, TypeError, r"image_size must be \(height, width\), got \(8,\)"),
+        ({"image_size": (8.0, 8.0)}, TypeError, "image_size must be an integer, got 8.0"),
+        ({"image_size": (8, 0)}, ValueError, "image_size must be at least 1, got 0"),
+        ({"sequence_axis": 3}, TypeError, "sequence_axis must be the name of a mesh axis"),
         ({"dropout_rate": "0.1"}, TypeError, "dropout_rate must be a number, got '0.1'"),
         ({"num_heads": 16}, ValueError, "simplex' needs heads of at least 2 dimensions"),
         (

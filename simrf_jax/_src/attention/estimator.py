@@ -283,7 +283,7 @@ class KeyChoice:
         given: Any = exact_keys
         if np.ndim(given) == 0:
             return cls(checks.positive_int("exact_keys", given))
-        positions = jnp.asarray(given)
+        positions = given if isinstance(given, jax.Array) else np.asarray(given)
         if positions.shape[-1] == 0:
             raise ValueError(f"exact_keys must have a position, got shape {positions.shape}.")
         if not jnp.issubdtype(positions.dtype, jnp.integer):
@@ -291,7 +291,11 @@ class KeyChoice:
                 "exact_keys must be a number of keys, or integers, their positions, got "
                 f"{positions.dtype.name}."
             )
-        return cls(0, positions.astype(jnp.int32))  # Narrow types cannot hold all lengths.
+        # Narrow types cannot hold all lengths, and wide ones are cut off instead of wrapped.
+        theirs, ours = jnp.iinfo(positions.dtype), jnp.iinfo(jnp.int32)
+        xp: Any = jnp if isinstance(positions, jax.Array) else np
+        positions = xp.clip(positions, max(theirs.min, ours.min), min(theirs.max, ours.max))
+        return cls(0, jnp.asarray(positions, jnp.int32))
 
     def check(self, feature_map: FeatureMap, *, is_causal: bool, is_packed: bool = False) -> None:
         """Raises ``ValueError`` if a feature map or a mode of attention cannot use such keys."""

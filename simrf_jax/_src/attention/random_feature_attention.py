@@ -207,10 +207,11 @@ class RandomFeatureMechanism(Estimator, Mechanism[State]):
         Returns:
           ``key`` ``[..., m, K, H]``, ``value`` ``[..., m, K, D]`` and ``bias``, ``[..., K, 1, m]``
           or ``[..., N, T, m]`` with a query, for ``jax.nn.dot_product_attention`` with this scale.
+          It takes a bias for each query head: ``jnp.repeat(bias, N // K, axis=-3)``.
 
         Raises:
           TypeError: If the state is of another kind, or scale is not a number.
-          ValueError: If the features are not exponentials, or scale is not finite.
+          ValueError: If the features are not exponentials, or scale is 0 or not finite.
 
         Example:
           >>> import jax, simrf_jax

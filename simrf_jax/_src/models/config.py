@@ -112,13 +112,16 @@ class ViTConfig:
         checks.boolean("scan", self.scan)
         checks.axis_names("batch_axis", self.batch_axis)
         checks.axis_names("head_axis", self.head_axis)
+        checks.axis_names("sequence_axis", self.sequence_axis)
         checks.one_of("implementation", self.implementation, (*IMPLEMENTATIONS, None))
         sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
         for name in (*sizes, "num_features"):
             checks.positive_int(name, getattr(self, name))
         if not isinstance(self.image_size, tuple) or len(self.image_size) != 2:
             raise TypeError(f"image_size must be (height, width), got {self.image_size!r}.")
-        if any(side % self.patch_size or side < 1 for side in self.image_size):
+        for side in self.image_size:
+            checks.positive_int("image_size", side)
+        if any(side % self.patch_size for side in self.image_size):
             raise ValueError(
                 f"image_size must be multiples of patch_size={self.patch_size}, "
                 f"got {self.image_size}."

@@ -89,8 +89,10 @@ class ViT(nnx.Module):
             )
         x = self.patch_embedding(_patches(images, self.config.patch_size))
         if self.config.pooling == "token":
-            token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
-            x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
+            token = self.class_token[...].astype(x.dtype)
+            # Padded and not joined, for batches over an Explicit mesh axis.
+            after = jnp.pad(token, [(0, 0), (0, x.shape[1]), (0, 0)])
+            x = jnp.pad(x, [(0, 0), (1, 0), (0, 0)]) + after
         x = x + self.position_embedding[...].astype(x.dtype)
         if rngs is not None:
             x = dropout(x, rngs.dropout(), self.config.dropout_rate)
@@ -104,5 +106,9 @@ class ViT(nnx.Module):
 def _patches(images: jax.Array, size: int) -> jax.Array:
     """Cuts ``[B, height, width, channels]`` into ``[B, patches, size * size * channels]``."""
     b, h, w, c = images.shape
-    grid = images.reshape(b, h // size, size, w // size, size, c)
-    return jnp.swapaxes(grid, 2, 3).reshape(b, (h // size) * (w // size), size * size * c)
+    rows, columns = h // size, w // size
+    # One axis at a time, for batches over an Explicit mesh axis.
+    grid = images.reshape(b, rows, size, w, c).reshape(b, rows, size, columns, size, c)
+    patches = jnp.swapaxes(grid, 2, 3).reshape(b, rows * columns, size, size, c)
+    patches = patches.reshape(b, rows * columns, size * size, c)
+    return patches.reshape(b, rows * columns, size * size * c)

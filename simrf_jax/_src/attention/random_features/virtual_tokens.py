@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from simrf_jax._src import one_line
+from simrf_jax._src import checks, one_line
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.random_features.state import AttentionState
@@ -60,6 +60,8 @@ def virtual_tokens(
     given = jnp.zeros(shape, value.dtype) if query is None else jnp.asarray(query)
     nothing = (jnp.zeros(x, given.dtype) for x in (shape, value.shape))
     call = Call.of(given, *nothing, scale=scale)  # Runs the checks.
+    if not checks.is_traced(call.logit_scale) and call.logit_scale == 0:
+        raise ValueError("scale must not be 0, with which no keys give the logits, got 0.")
     estimator.check_heads(call)
     key = jnp.broadcast_to(jnp.moveaxis(form.rows, -3, -2), shape).astype(value.dtype)
     root = jnp.sqrt(jnp.abs(jnp.asarray(call.logit_scale, key.dtype)))
