@@ -26,7 +26,6 @@ from simrf_jax._src.features.feature_map import FEATURE_MAPS, OF_ADAPTERS
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations.flax_attention import Request
 from simrf_jax._src.projections import DrawOptions, Projection, ProjectionLike
-from simrf_jax._src.projections.fast import FastRows
 
 LOGGER = logging.getLogger("simrf_jax")
 SECONDS_BETWEEN_LOGS = 10.0
@@ -271,7 +270,7 @@ def turn_projection(
     """
     record = Projection.of(w)
     rows: Any = record.rows
-    if isinstance(rows, FastRows) or rows.ndim != after.query_matrix.ndim:
+    if not record.is_dense or rows.ndim != after.query_matrix.ndim:
         return w
     turned = turn_rows(jnp.asarray(rows), before, after)
     return dataclasses.replace(record, rows=turned) if record is w else turned

@@ -380,6 +380,8 @@ def test_a_comparison_whose_folders_are_in_use_is_refused(folder, tmp_path):
     metrics.parent.mkdir(parents=True)
     metrics.touch()  # Without checkpoints, a comparison starts its runs over.
     config = tiny.get_config(checkpoint__interval=0)
+    stopped = tiny.get_config(checkpoint__interval=0, model__attention="exact")
+    (metrics.parent / "config.json").write_text(stopped.to_json())
     match = f"{folder} is in use by another run"
     with locking.locked(tmp_path / folder), pytest.raises(UserError, match=match):
         compare.compare(config, tmp_path / "runs", ["exact"], [0])
