@@ -262,6 +262,8 @@ class _Covariances:
         return np.mean(means, axis=0), np.mean(means**2, axis=0)
 
     def _means_in_strata(self, z: float) -> Float64[np.ndarray, " strata"]:
+        """Returns the means of 1 - cos in each stratum at one distance."""
+
         def mean(normal: NodesOfStrata, weights: NodesOfStrata) -> Float64[np.ndarray, " some"]:
             r = z * self._norm(normal)
             return np.sum(weights * _deficit(r, _taper(r / self._unit), self._dim), axis=-1)
@@ -270,6 +272,7 @@ class _Covariances:
 
     @functools.cached_property
     def _grid(self) -> tuple[Nodes, Nodes]:
+        """Normal variables, and the norms of such rows."""
         grid = np.linspace(-_LARGEST_NORMAL, _LARGEST_NORMAL, 4000)
         return grid, self._norm(grid)
 
@@ -330,8 +333,8 @@ def _one_minus_lambda(r: Float64[np.ndarray, "*shape"], dim: int) -> Float64[np.
 
 
 def _resultant(
-    r: Float64[np.ndarray, "*shape"], other: Float64[np.ndarray, "*#shape"], cosine: float
-) -> Float64[np.ndarray, ...]:
+    r: Float64[np.ndarray, "*#shape"], other: Float64[np.ndarray, "*#shape"], cosine: float
+) -> Float64[np.ndarray, "*shape"]:
     """Returns the length of the sum of two vectors of given lengths and cosine."""
     return np.sqrt(np.maximum(r**2 + other**2 + 2 * cosine * r * other, 0))
 
@@ -354,7 +357,9 @@ def _place(normal: Nodes, radians: Nodes) -> Nodes:
 
 
 def _normal_rule(
-    places: Float64[np.ndarray, "*strata edges"], place: Nodes, grid: Nodes
+    places: Float64[np.ndarray, "*strata edges"],
+    place: Float64[np.ndarray, " points"],
+    grid: Float64[np.ndarray, " points"],
 ) -> tuple[Float64[np.ndarray, "*strata nodes"], Float64[np.ndarray, "*strata nodes"]]:
     """Returns nodes of a standard normal variable in panels, and weights that add up to 1.
 
