@@ -13,9 +13,11 @@ from flax import linen as nn
 from flax import nnx
 
 import simrf_jax
+from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.calibration.fit import turn_rows
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.flax_attention import Request
 from simrf_jax._src.integrations.flax_versions import get_value, view
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
@@ -572,6 +574,25 @@ def test_traced_values_are_not_logged(caplog):
 def test_refuses(calibrate, make, options, batches, arguments, error, match):
     with pytest.raises(error, match=match):
         calibrate(make(**options), batches, **arguments)
+
+
+def real_keys(**options):
+    q = jnp.ones((1, 6, HEADS, DIM))
+    call = Call.of(q, q, q, **options)
+    _, keys = flax_calibration.real_tokens(Request(call, None, ()))
+    return [*np.flatnonzero(keys[0])]
+
+
+def test_a_bias_is_compared_with_those_of_keys_that_queries_see():
+    rising = np.float32(1e4) * np.arange(6)[None, None]
+    assert real_keys(bias=rising) == [5]
+    assert real_keys(bias=rising, is_causal=True) == [0, 1, 2, 3, 4, 5]
+    assert real_keys(bias=-rising, is_causal=True) == [0]
+    assert real_keys(bias=rising, mask=np.arange(6)[None, None] < 4) == [3]
+    assert real_keys(bias=rising, key_value_seq_lengths=[2]) == [1]
+    assert real_keys(bias=np.full((1, 1, 1), -1e9, np.float32)) == [0, 1, 2, 3, 4, 5]
+    spoiled = np.array([[[0, np.nan, 0, -np.inf, 0, 0]]], np.float32)
+    assert real_keys(bias=spoiled) == [0, 1, 2, 4, 5]
 
 
 @pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])

@@ -199,6 +199,9 @@ def test_other_methods_of_a_model_are_swapped_too(x):
     np.testing.assert_array_equal(whole.apply(inside, x), out)
     with pytest.raises(AttributeError, match='no attribute "translate"'):
         model.apply(variables, x, method="translate")
+    assert model.bind(variables).double(1) == 2
+    with pytest.raises(ValueError, match="called by init or apply, or after bind"):
+        model.encode(x)
 
 
 class Jitted(nn.Module):

@@ -8,6 +8,7 @@ import pytest
 from scipy import integrate, special
 
 import simrf_jax
+from simrf_jax._src.selection.prediction import LARGEST_SQUARED_DISTANCE
 from simrf_jax.selection import attention_error, choose_num_features, required_features
 from simrf_jax.theory import optimal_parameter
 
@@ -325,3 +326,10 @@ def test_no_error_is_negative():
     ones, value = np.ones((8, 1, 3)), np.random.default_rng(0).normal(size=(8, 1, 2))
     choice = choose_num_features(ones, ones, value, relative_error=0.1, trials=False)
     assert 0 <= choice.predicted_error < 1e-12
+
+
+def test_iid_rows_have_finite_errors_for_long_vectors():
+    query, key, value = 12 * np.random.default_rng(0).normal(size=(3, 12, 1, 4))
+    sums = (query[:, None, 0] + key[None, :, 0]) * 4**-0.25
+    assert np.max(np.sum(sums**2, axis=-1)) > LARGEST_SQUARED_DISTANCE
+    assert np.isfinite(attention_error(query, key, value, 24, coupling="iid", parameter=-8.0))

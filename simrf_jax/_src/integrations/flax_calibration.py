@@ -94,7 +94,7 @@ def add_moments(
     query, key = jax.lax.stop_gradient((request.call.query, request.call.key))
     queries, keys = moments(query, key, request.call.logit_scale, *real_tokens(request))
     sums = sums[0].merge(queries), sums[1].merge(keys)
-    # Attention does not honor such a mask, and returns NaN too.
+    # Where a mask cannot be honored, attention returns NaN, and its moments are NaN too.
     return jax.tree.map(lambda x: jnp.where(request.is_valid(), x, jnp.nan), sums)
 
 
@@ -106,13 +106,18 @@ def real_tokens(request: Request) -> tuple[jax.Array, jax.Array]:
     keys = jnp.ones((*batch, key_length), bool)
     if call.mask is not None:
         keys &= _seen_by_some_head(jnp.asarray(call.mask), call)
-    if call.bias is not None:
-        bias = jnp.atleast_1d(call.bias).astype(jnp.float32)
-        largest = jnp.max(bias, axis=-1, keepdims=True, initial=-jnp.inf)
-        keys &= _seen_by_some_head(bias > largest + HIDING_BIAS, call)
     if call.key_value_seq_lengths is not None:
         lengths = jnp.asarray(call.key_value_seq_lengths)
         keys &= within_lengths("key_value_seq_lengths", lengths, batch, key_length)
+    if call.bias is not None:
+        bias = jnp.where(keys[..., None, None, :], jnp.asarray(call.bias, jnp.float32), -jnp.inf)
+        if call.is_causal:
+            largest = jax.lax.cummax(bias, axis=bias.ndim - 1)
+        else:
+            largest = jnp.max(bias, axis=-1, keepdims=True, initial=-jnp.inf)
+        # A key with a NaN in its bias counts, because attention returns NaN for it.
+        is_low = (bias <= largest + HIDING_BIAS) | (bias == -jnp.inf)
+        keys &= _seen_by_some_head(~is_low, call)
     if request.real is not None:
         queries = jnp.any(request.real[..., 0], axis=-1)
     elif call.query_seq_lengths is not None:

@@ -302,7 +302,7 @@ def _predicted(
     plain = error_terms(points, 0.0, "chi", kinds)
     tilted = error_terms(points, parameter, "chi", kinds[:2])
     # For rows of independent norms, covariances do not depend on the parameter.
-    tilted = tilted._replace(spectra=plain.spectra)
+    tilted = tilted._replace(spectra=plain.spectra, squared_bias=plain.squared_bias)
     for features, coupling in _CANDIDATES:
         is_tilted = features == "optimal_positive"
         terms, own_parameter = (tilted, parameter) if is_tilted else (plain, 0.0)

@@ -85,7 +85,7 @@ def attention_error(
     ``choose_num_features`` measures the error of calibrated features instead. The prediction is far
     too low where each query attends to nearly one key and the estimate of that kernel has a large
     error: the expansion weighs all other keys by their exact weights. It is infinite for a head in
-    which some :math:`|x + y|^2` is above 1,000.
+    which some :math:`|x + y|^2` is above 1,000, unless the rows are iid.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.
@@ -217,12 +217,13 @@ def error_terms(
       kinds: Kinds of pairs, regardless of weights and angles.
     """
     parallel = {pair.cosine: np.zeros(2) for pair in kinds if is_parallel(pair, norms)}
+    # From degree 0 to 1 at least.
     spectra = {pair.norms: np.zeros((2, 2)) for pair in kinds if not is_parallel(pair, norms)}
     squared_bias = np.zeros(2)
     for point in points:
         with np.errstate(over="ignore"):
             longest = np.max(np.sum(point.sums**2, axis=-1))
-        if longest > LARGEST_SQUARED_DISTANCE:
+        if longest > (LARGEST_SQUARED_DISTANCE if spectra else np.finfo(float).max):
             squared_bias = np.full(2, np.inf)
             break
         moments, weights = RowCovariances(point.sums, parameter, norms), point.weights

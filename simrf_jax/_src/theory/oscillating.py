@@ -155,11 +155,17 @@ class _Covariances:
             return difference**2 / 2 @ self._weights + self._variance_of_scales()
         if pair.norms == "antithetic":
             return np.array([self._antithetic(z, pair.cosine) for z in self._z])
-        independent = self._independent(pair.cosine)
         if pair.norms == "independent":
-            return independent
-        products = np.array([self._mean_product_in_strata(z, pair.cosine) for z in self._z])
-        mean, _ = self._means_of_strata
+            return self._independent(pair.cosine)
+
+        def products_in(num_strata: int) -> Vector:
+            each = (self._mean_product_in_strata(z, pair.cosine, num_strata) for z in self._z)
+            return np.array([*each])
+
+        products, (mean, _) = products_in(self._num_rows), self._means_of_strata
+        # At the cosines 1 and -1 the series needs more terms far away than it has.
+        is_parallel = abs(pair.cosine) == 1
+        independent = products_in(1) - mean**2 if is_parallel else self._independent(pair.cosine)
         return independent + (independent + mean**2 - products) / (self._num_rows - 1)
 
     def of_uncoupled_rows(self) -> Vector:
@@ -218,10 +224,10 @@ class _Covariances:
         alone, together = deficits[:2].sum(), deficits[2:].sum()
         return alone - together / 2 - (alone / 2) ** 2
 
-    def _mean_product_in_strata(self, z: float, cosine: float) -> float:
+    def _mean_product_in_strata(self, z: float, cosine: float, num_strata: int) -> float:
         """Returns the mean over strata of E (1 - cos) (1 - cos') for two norms of one stratum."""
         total = 0.0
-        for normal, weights in self._strata(z):
+        for normal, weights in self._strata(z, num_strata):
             r = z * self._norm(normal)
             taper = _taper(r / self._unit)
             tapers = taper[:, :, None] * taper[:, None]
@@ -235,17 +241,17 @@ class _Covariances:
                 # The cosine of the difference of two norms does not oscillate where they are
                 # nearly equal. There the integral of Lambda replaces it beyond the taper.
                 slope = z * (self._norm(normal + 1e-4) - self._norm(normal - 1e-4)) / 2e-4
-                density = self._num_rows * np.exp(-(normal**2) / 2) / np.sqrt(2 * np.pi) / slope
+                density = num_strata * np.exp(-(normal**2) / 2) / np.sqrt(2 * np.pi) / slope
                 log_integral = special.gammaln(self._dim / 2) - special.gammaln(self._dim / 2 - 0.5)
                 integral = np.sqrt(np.pi) * np.exp(log_integral)
                 total += integral * np.sum(weights * (1 - taper**2) * density)
-        return total / self._num_rows
+        return total / num_strata
 
-    def _strata(self, z: float) -> Iterator[tuple[NodesOfStrata, NodesOfStrata]]:
+    def _strata(self, z: float, num_strata: int) -> Iterator[tuple[NodesOfStrata, NodesOfStrata]]:
         """Yields normal variables in some strata, and weights that add up to 1 in each stratum."""
         grid, norms = self._grid
         place = _place(grid, np.minimum(z * norms / self._unit, _MOST_RADIANS))
-        normal = special.ndtri(np.arange(self._num_rows + 1) / self._num_rows)
+        normal = special.ndtri(np.arange(num_strata + 1) / num_strata)
         edges = np.interp(normal, grid, place)
         num_panels = np.ceil(np.diff(edges)).astype(int)
         for panels in np.unique(num_panels):
@@ -268,7 +274,7 @@ class _Covariances:
             r = z * self._norm(normal)
             return np.sum(weights * _deficit(r, _taper(r / self._unit), self._dim), axis=-1)
 
-        return np.concatenate([mean(*rule) for rule in self._strata(z)])
+        return np.concatenate([mean(*rule) for rule in self._strata(z, self._num_rows)])
 
     @functools.cached_property
     def _grid(self) -> tuple[Nodes, Nodes]:

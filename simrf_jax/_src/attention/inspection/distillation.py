@@ -93,7 +93,10 @@ def distillation_loss(
 def loss_of(
     estimator: Estimator, call: Call, counts: Bool[Array, "*batch T"] | None = None
 ) -> Float[Array, ""]:
-    """Returns the ``distillation_loss`` of a call, without its ``value``; see below for counts."""
+    """Returns the ``distillation_loss`` of a call, over the queries where ``counts`` is True.
+
+    The call's ``value`` is not read.
+    """
     estimated, exact = log_kernels(estimator, call)
     return mean_cross_entropy(estimated, jax.lax.stop_gradient(exact), counts)
 

@@ -61,7 +61,7 @@ def virtual_tokens(
     nothing = (jnp.zeros(x, given.dtype) for x in (shape, value.shape))
     call = Call.of(given, *nothing, scale=scale)  # Runs the checks.
     if not checks.is_traced(call.logit_scale) and call.logit_scale == 0:
-        raise ValueError("scale must not be 0, with which no keys give the logits, got 0.")
+        raise ValueError("scale must not be 0, because the keys are divided by its root, got 0.")
     estimator.check_heads(call)
     key = jnp.broadcast_to(jnp.moveaxis(form.rows, -3, -2), shape).astype(value.dtype)
     root = jnp.sqrt(jnp.abs(jnp.asarray(call.logit_scale, key.dtype)))

@@ -40,10 +40,10 @@ def calibrate(
     learned features are turned in the same way; their other parameters do not change. Neither does
     a W that all heads share, nor that of a fast projection.
 
-    Padding does not count: keys that a mask, lengths or a bias of -10,000 or less hides in all
-    heads, and queries beyond their lengths or that a factored mask hides. A call with as many
-    queries as keys and no information about its queries is taken for self-attention: then queries
-    at hidden keys do not count either. In cross-attention, give lengths or a factored mask.
+    Padding does not count: keys that a mask, lengths or a bias of 10,000 or more below the largest
+    hides in all heads, and queries beyond their lengths or that a factored mask hides. A call with
+    as many queries as keys and no information about its queries is taken for self-attention: then
+    queries at hidden keys do not count either. In cross-attention, give lengths or a factored mask.
 
     At level INFO, the logger ``simrf_jax`` gets the number of batches every ten seconds, and how
     well each adapter is fitted: for each key head, the mean over queries and keys of the log second

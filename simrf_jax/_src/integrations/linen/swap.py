@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import types
 from collections.abc import Callable, Mapping
@@ -57,21 +58,23 @@ class SwappedAttention(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the model with random-feature attention."""
-        return self.call_method("__call__", *args, **kwargs)
+        return self._call_method("__call__", *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """Returns a public method of the model, which attends by random features too."""
-        method = getattr(type(vars(self).get("swapped_model")), name, None)
-        if name.startswith("_") or not callable(method):
+        of_model = inspect.getattr_static(type(vars(self).get("swapped_model")), name, None)
+        if name.startswith("_") or not inspect.isfunction(of_model):
             return super().__getattr__(name)
 
         def call(self: SwappedAttention, *args: Any, **kwargs: Any) -> Any:
-            return self.call_method(name, *args, **kwargs)
+            return self._call_method(name, *args, **kwargs)
 
         return types.MethodType(call, self)
 
-    def call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _call_method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method of the model with random-feature attention."""
+        if self.scope is None:
+            raise ValueError("A swapped model is called by init or apply, or after bind.")
         found = []
         scope: Any = self.scope
         own_swap = scope.flags[_SWAP]
@@ -166,9 +169,9 @@ def swap_attention(
     model. Swap a swapped model again to give the layers that the first swap leaves out other
     options.
 
-    The result has the public methods of the model, for example for ``apply(..., method="encode")``.
-    Layers inside ``nn.scan`` or ``nn.vmap`` need the collections of ``RandomFeatureAttention`` in
-    their ``variable_axes``.
+    The result has the public methods of the model by name, as in ``apply(..., method="encode")``,
+    but not its properties. Layers inside ``nn.scan`` or ``nn.vmap`` need the collections of
+    ``RandomFeatureAttention`` in their ``variable_axes``.
 
     Args:
       model: A model that calls ``nn.MultiHeadDotProductAttention`` layers.

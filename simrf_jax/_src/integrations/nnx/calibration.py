@@ -38,10 +38,10 @@ def calibrate(
     learned features are turned in the same way; their other parameters do not change. Neither does
     a W that all heads share, nor that of a fast projection.
 
-    Padding does not count: keys that a mask, lengths or a bias of -10,000 or less hides in all
-    heads, and queries beyond their lengths or that a factored mask hides. A call with as many
-    queries as keys and no information about its queries is taken for self-attention: then queries
-    at hidden keys do not count either. In cross-attention, give lengths or a factored mask.
+    Padding does not count: keys that a mask, lengths or a bias of 10,000 or more below the largest
+    hides in all heads, and queries beyond their lengths or that a factored mask hides. A call with
+    as many queries as keys and no information about its queries is taken for self-attention: then
+    queries at hidden keys do not count either. In cross-attention, give lengths or a factored mask.
 
     The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
     are not parameters. Redraws do not change the calibration.
