@@ -405,7 +405,10 @@ def _attend_chunk(
         shift: Float[Array, "B C K G 1"],
         state: AttentionState,
     ) -> tuple[Float[Array, "B C K G columns"], Float[Array, "B C K G 1"], AttentionState]:
-        visibility = visible_from()  # Not an argument of the branch, so that XLA sees constants.
+        # Computed again: what the branch took as arguments, every step would write to memory.
+        visibility = visible_from()
+        queries = features.queries(chunk.query)
+        keys, _ = features.keys(chunk.key, chunk.log_weights)
         hidden = queries._replace(features=hide(queries.features, visibility.carried))
         earlier = carry.state.read(hidden, carry.poisoned, chunk.value.dtype)
         pairs = visibility.pairs(chunk.value.shape[1])
