@@ -151,6 +151,14 @@ def test_one_map_and_one_w_for_all_heads():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_refuses_rows_with_norms_that_the_map_cannot_use():
+    calibration = simrf_jax.calibrate(*tokens()[:2])
+    options = simrf_jax.DrawOptions(norms="radau")
+    w = Projection.draw(jax.random.key(0), ROWS, calibration.head_dim, options=options)
+    with pytest.raises(ValueError, match="norms"):
+        Folded.of(calibration, w)
+
+
 @pytest.mark.slow
 def test_refuses_what_is_no_exponential_and_a_second_w():
     with pytest.raises(TypeError, match="exponentials, such as Calibrated, got Trigonometric"):

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from simrf_jax._src.integrations.flax_versions import view
+from simrf_jax.feature_maps import OptimalPositive
 from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
 from tests.attention.reference import relative_error
 from tests.integrations.adapters import FEATURES, HEADS, WIDTH, tokens
@@ -51,6 +52,8 @@ CASES = {
     "one W": (whole_view, {"shared": True}),
     "calibrated": (whole_view, {"feature_map": "calibrated"}),
     "learned": (whole_view, {"feature_map": "learned"}),
+    "tilt, a number": (whole_view, {"feature_map": OptimalPositive(-0.1)}),
+    "tilt, an array": (whole_view, {"feature_map": OptimalPositive(jnp.array(-0.1))}),
     "weighted": (whole_view, {"norms": "radau", "coupling": "simplex"}),
     "near and far": (whole_view, {"kind": FMMAttention, "size": (2,)}),
     "no W": (mapped_view, {"feature_map": "elu"}),

@@ -254,6 +254,21 @@ def test_length_scales_divide_the_columns_and_have_gradients():
     np.testing.assert_allclose(found, differences, rtol=1e-6)
 
 
+@pytest.mark.parametrize("nu", [1.5, 2.5])
+def test_second_derivatives_of_matern_kernels(nu):
+    with enable_x64(True):
+        x = jnp.array([[0.3, -0.2]])
+
+        def hessian(kernel, y):
+            return jax.hessian(lambda x: kernel(x, y)[0, 0])(x)[0, :, 0]
+
+        # At equal points the derivative of order two is -nu / (nu - 1).
+        np.testing.assert_allclose(hessian(Matern(nu), x), -nu / (nu - 1) * np.eye(2), rtol=1e-12)
+        y = jnp.array([[1.0, 0.4]])
+        by_quadrature = hessian(Matern(nu + 1e-9), y)
+        np.testing.assert_allclose(hessian(Matern(nu), y), by_quadrature, rtol=1e-6)
+
+
 def test_redraws_and_adapters_keep_the_kernel():
     kernel = Matern(1.5)
     options = simrf_jax.DrawOptions(coupling="orthogonal", kernel=kernel)

@@ -243,7 +243,7 @@ def test_calibrated_features_of_several_heads():
 
 
 TILTED = calibrated(SPECTRUM[:4], dim=4)
-Q = np.zeros((5, 2, 4))
+Q, K = np.zeros((5, 2, 4)), np.zeros((5, 1, 4))
 
 
 @pytest.mark.fast
@@ -278,28 +278,34 @@ Q = np.zeros((5, 2, 4))
         ((Q, Q, Q), {"norms": "pair"}, ValueError, "only coupling='cross_polytope' has"),
         ((Q, Q, Q), {"parameter": 0.2}, ValueError, "parameter must be less than 1/8"),
         (
-            (Q, Q, Q),
+            (Q, K, K),
             {"features": TILTED},
             ValueError,
             "closed form for coupling='iid' and norms='chi' only, got 'simplex' and 'chi'",
         ),
         (
-            (Q, Q, Q),
+            (Q, K, K),
             {"features": TILTED, "norms": "sqrt_dim"},
             ValueError,
             "needs norms that are chi variables, got norms='sqrt_dim'",
         ),
         (
-            (Q, Q, Q),
+            (Q, K, K),
             {"features": TILTED, "parameter": -0.1},
             ValueError,
             "parameter is for maps without their own tilt, got -0.1",
         ),
         (
-            (Q[..., :3], Q[..., :3], Q),
+            (Q[..., :3], K[..., :3], K),
             {"features": TILTED},
             ValueError,
-            r"variances \[key heads, 3\], got variances of shape \(1, 4\)",
+            r"variances \[1, 3\], got variances of shape \(1, 4\)",
+        ),
+        (
+            (Q, Q, Q),
+            {"features": TILTED},
+            ValueError,
+            r"variances \[2, 4\], got variances of shape \(1, 4\)",
         ),
         ((Q, Q, Q), {"block": "full"}, ValueError, "block must be one of"),
     ],

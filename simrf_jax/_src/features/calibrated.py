@@ -153,8 +153,8 @@ class Calibrated(FeatureMap):
             \left(M^{-\top} (y - b_y) - \lambda_l M b_x\right)_l^2
 
         with :math:`\lambda_l` the variance of balanced queries, and of balanced keys, along axis l.
-        It is the one for which the tilt :math:`\Sigma_l` is best: exactly for the default fit, and
-        nearly for others. Without a tilt it is 1.
+        It is the one for which the tilt :math:`\Sigma_l` is best: that of the data for the default
+        fit, and a smaller one for the tilt of ``fit_mixture``. Without a tilt it is 1.
         """
         query_mean, query_matrix, key_mean, key_matrix = self._of_side("query", y.dtype)
         y = y.astype(query_mean.dtype)

@@ -59,10 +59,11 @@ class Folded(FeatureMap):
 
         Raises:
           TypeError: If it is not a feature map, or its features are not all exponentials.
-          ValueError: If the shapes do not match.
+          ValueError: If the shapes do not match, or W was drawn by a law that the map cannot use.
         """
         feature_map = as_feature_map(feature_map)
         w = None if projection is None else as_projection(projection)
+        feature_map.check_norms(w)
         if w is not None and feature_map.head_dim not in (None, w.shape[-1]):
             raise ValueError(
                 f"projection must be [..., {feature_map.head_dim}] for a "

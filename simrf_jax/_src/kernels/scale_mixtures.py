@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -229,9 +230,7 @@ class Matern(ScaleMixture):
         """Returns the kernel as a function of the squared distance."""
         if self.nu not in (0.5, 1.5, 2.5):
             return super().profile(squared_distance)
-        z = _root(2 * self.nu * squared_distance)
-        polynomial = {0.5: jnp.ones_like(z), 1.5: 1 + z, 2.5: 1 + z + z**2 / 3}[self.nu]
-        return polynomial * jnp.exp(-z)
+        return _matern(self.nu, 2 * self.nu * squared_distance)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,6 +347,25 @@ def _log_gamma_density(
     with np.errstate(over="ignore"):
         log_density = shape * (math.log(shape) + log_value - np.exp(log_value))
     return log_density - math.lgamma(shape)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _matern(nu: float, square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns the Matérn kernel as a function of z^2 = 2 nu r^2, for half-integers nu."""
+    z = _root(square)
+    polynomial = {0.5: jnp.ones_like(z), 1.5: 1 + z, 2.5: 1 + z + z**2 / 3}[nu]
+    return polynomial * jnp.exp(-z)
+
+
+@_matern.defjvp
+def _jvp_of_matern(
+    nu: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # The root would make all derivatives 0 where z is 0; only that of nu = 1/2 does not exist.
+    [square], [tangent] = primals, tangents
+    if nu == 0.5:
+        return jax.jvp(lambda x: jnp.exp(-_root(x)), primals, tangents)
+    return _matern(nu, square), _matern(nu - 1, square) * tangent / (4 - 4 * nu)
 
 
 def _root(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

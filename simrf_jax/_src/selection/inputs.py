@@ -59,6 +59,7 @@ class AttentionInputs(NamedTuple):
       value: Values ``[sequences, N, S, V]``, or None for uncorrelated values of variance 1.
       row_x: Queries in the coordinates of the rows of W; equal to x without a calibration.
       row_y: Keys in the coordinates of the rows of W.
+      num_key_heads: Number K of key heads, each of which serves N / K query heads.
     """
 
     x: Queries
@@ -66,6 +67,7 @@ class AttentionInputs(NamedTuple):
     value: Float64[np.ndarray, "sequences heads keys value_dim"] | None
     row_x: Queries
     row_y: Keys
+    num_key_heads: int
 
     @property
     def dim(self) -> int:
@@ -118,7 +120,7 @@ class AttentionInputs(NamedTuple):
         x, row_x = (array[sequences, :, queries] for array in (self.x, self.row_x))
         y, row_y = (array[sequences, :, keys] for array in (self.y, self.row_y))
         value = None if self.value is None else self.value[sequences, :, keys]
-        return AttentionInputs(x, y, value, row_x, row_y)
+        return AttentionInputs(x, y, value, row_x, row_y, self.num_key_heads)
 
     def some_queries(self, num_queries: int) -> AttentionInputs:
         """Returns the inputs with some of the queries of each head, evenly spaced.
@@ -166,11 +168,10 @@ class AttentionInputs(NamedTuple):
           ValueError: If the map is for other heads.
         """
         shape = np.shape(calibration.variances)
-        if len(shape) != 2 or shape[1] != self.dim or not shape[0] or self.num_heads % shape[0]:
+        if shape != (self.num_key_heads, self.dim):
             raise ValueError(
                 "features must be a calibrated map for the heads of key, with variances "
-                f"[key heads, {self.dim}], got variances of shape {shape} for {self.num_heads} "
-                "query heads."
+                f"[{self.num_key_heads}, {self.dim}], got variances of shape {shape}."
             )
         c = calibration
         x_mean, x_matrix, y_mean, y_matrix = map(
@@ -215,16 +216,16 @@ def attention_inputs(
     if scale is None:
         scale = dim**-0.5
     checks.scalar("scale", scale, sign="at least 0")
-    num_heads = query.shape[-2]
+    num_heads, num_key_heads = query.shape[-2], key.shape[-2]
     x, y = (_heads_first(array, num_heads) * scale**0.5 for array in (query, key))
     if value is None:
-        return AttentionInputs(x, y, None, x, y)
+        return AttentionInputs(x, y, None, x, y, num_key_heads)
     array = _finite("value", value)
     if array.ndim < 3 or array.shape[:-1] != key.shape[:-1] or not array.shape[-1]:
         raise ValueError(
             f"value must be [..., S, K, V] with key of shape {key.shape}, got {array.shape}."
         )
-    return AttentionInputs(x, y, _heads_first(array, num_heads), x, y)
+    return AttentionInputs(x, y, _heads_first(array, num_heads), x, y, num_key_heads)
 
 
 def _finite(name: str, value: ArrayLike) -> Float64[np.ndarray, "*shape"]:

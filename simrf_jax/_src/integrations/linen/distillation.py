@@ -28,8 +28,8 @@ def distillation_loss(
     ``simrf_jax.distillation_loss``. Padding does not count; see ``calibrate``. Queries and keys
     have no gradient, so the gradient of the loss is zero for all parameters of the model except
     those of the features. Call ``calibrate`` first, which moves the features to where the data are.
-    Then train only the parameters of ``learned_rows``, as the example does. Without
-    ``optax.masked``, an optimizer that decays weights would also shrink all others.
+    Then train only the parameters of ``learned_rows``, as the example does: an optimizer that
+    decays weights would also shrink all others.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -57,7 +57,8 @@ def distillation_loss(
       >>> attention = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=adapter)
       >>> x = 2 * jax.random.normal(jax.random.key(0), (2, 50, 16))
       >>> variables = attention.init(jax.random.key(1), x)
-      >>> optimizer = optax.masked(optax.adamw(1e-2), learned_rows)
+      >>> transforms = {True: optax.adamw(1e-2), False: optax.set_to_zero()}
+      >>> optimizer = optax.partition(transforms, learned_rows)
       >>> def loss_of(params):
       ...     return distillation_loss(attention, {**variables, "params": params}, x)
       >>> loss, grads = jax.value_and_grad(loss_of)(variables["params"])
@@ -85,7 +86,8 @@ def distillation_loss(
 def learned_rows(params: Mapping[str, Any]) -> Any:
     """Returns a mask: True at each parameter of learned features, False at all others.
 
-    ``optax.masked`` accepts this function as its mask, and then trains only these parameters.
+    ``optax.partition({True: optax.adamw(1e-2), False: optax.set_to_zero()}, learned_rows)`` trains
+    only these parameters. ``optax.masked`` would not: it adds the gradients of all others to them.
 
     Args:
       params: The collection ``params`` of a model's variables, or its gradient.

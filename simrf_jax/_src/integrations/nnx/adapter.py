@@ -14,10 +14,12 @@ from jax.typing import DTypeLike
 
 from simrf_jax._src import checks
 from simrf_jax._src.attention import Mechanism
-from simrf_jax._src.features import FeatureMap, FeatureMapLike
+from simrf_jax._src.features import FeatureMap, as_feature_map
+from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_attention, flax_repr
 from simrf_jax._src.integrations.flax_attention import AttentionFn, Request
 from simrf_jax._src.integrations.flax_versions import get_value, set_value
+from simrf_jax._src.integrations.nnx.variables import Calibration, FeatureMapState
 
 # A representation shows these attributes only if they differ from these values.
 _SWITCHES = {
@@ -153,8 +155,10 @@ class Adapter(AttentionFn, nnx.Module):
             self._start(checks.lead_shape("batch_size", batch_size), cache_dtype, None)
 
     def _start(self, batch: tuple[int, ...], dtype: DTypeLike, value_dim: int | None) -> None:
-        def init(mechanism: Mechanism) -> Any:
-            return mechanism.init(
+        leaves, treedef = jax.tree.flatten(self.mechanism(self.num_heads))
+
+        def init(leaves: list[Any]) -> Any:
+            return jax.tree.unflatten(treedef, leaves).init(
                 batch=batch,
                 num_key_heads=self.num_heads,
                 head_dim=self.head_dim,
@@ -162,9 +166,11 @@ class Adapter(AttentionFn, nnx.Module):
                 dtype=dtype,
             )
 
+        # Numbers in a feature map, which are no arrays, are those of all layers of a stack.
+        axes = [0 if jnp.ndim(leaf) else None for leaf in leaves]
         for _ in self.stack_shape():
-            init = jax.vmap(init)
-        self.cache = nnx.Cache(init(self.mechanism(self.num_heads)))
+            init = jax.vmap(init, in_axes=(axes,))
+        self.cache = nnx.Cache(init(leaves))
 
 
 def features_key(rngs: nnx.Rngs) -> jax.Array:
@@ -185,13 +191,29 @@ def features_key(rngs: nnx.Rngs) -> jax.Array:
     )
 
 
-def has_arrays(feature_map: FeatureMapLike) -> bool:
-    """Returns whether a feature map holds arrays, or numbers in place of arrays."""
-    return isinstance(feature_map, FeatureMap) and bool(jax.tree.leaves(feature_map))
+def as_state(maps: Any) -> Any:
+    """Returns a feature map, or a tuple of them, as an attribute whose arrays are state.
+
+    The arrays are copies, because a training step may donate the state, and the caller owns the
+    maps. Numbers in place of arrays stay what they are.
+    """
+    if isinstance(maps, tuple) and any(map(_leaves, maps)):
+        maps = tuple(map(as_feature_map, maps))
+    leaves = _leaves(maps)
+    if not any(hasattr(leaf, "dtype") for leaf in leaves):
+        return nnx.data(maps) if leaves else maps
+    kind = Calibration if isinstance(maps, Calibrated) else FeatureMapState
+    return kind(jax.tree.map(lambda x: jnp.array(x) if hasattr(x, "dtype") else x, maps))
 
 
-def copied(feature_map: FeatureMapLike) -> FeatureMapLike:
-    """Returns a feature map with copies of its arrays, because a training step may donate them."""
-    if not has_arrays(feature_map):
-        return feature_map
-    return jax.tree.map(lambda x: jnp.array(x) if hasattr(x, "dtype") else x, feature_map)
+def in_state(maps: Any) -> Any:
+    """Returns the feature maps of an attribute that ``as_state`` returned."""
+    return get_value(maps) if isinstance(maps, nnx.Variable) else maps
+
+
+def _leaves(maps: Any) -> list[Any]:
+    """Returns the arrays and numbers of feature maps; names and functions have none."""
+    is_map = isinstance(maps, FeatureMap) or (
+        isinstance(maps, tuple) and all(isinstance(one, FeatureMap) for one in maps)
+    )
+    return jax.tree.leaves(maps) if is_map else []

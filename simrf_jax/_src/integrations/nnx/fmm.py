@@ -9,10 +9,10 @@ from flax import nnx
 
 from simrf_jax._src import checks
 from simrf_jax._src.attention import Blend
-from simrf_jax._src.features import FeatureMapLike, as_feature_map
+from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.integrations import flax_attention, flax_drawing, flax_repr
 from simrf_jax._src.integrations.flax_versions import get_value
-from simrf_jax._src.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
+from simrf_jax._src.integrations.nnx.adapter import Adapter, as_state, features_key, in_state
 from simrf_jax._src.integrations.nnx.variables import RandomProjection
 from simrf_jax._src.projections import BlockMode, Coupling, Norms, Rotation
 
@@ -121,10 +121,7 @@ class FMMAttention(Adapter):
         )
         drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
         drawing.check(feature_maps)
-        maps = tuple(feature_maps)
-        if any(map(has_arrays, maps)):
-            maps = nnx.data(tuple(copied(as_feature_map(one)) for one in maps))
-        self.feature_maps = maps
+        self.feature_maps = as_state(tuple(feature_maps))
         self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
         self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
         self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))
@@ -143,14 +140,14 @@ class FMMAttention(Adapter):
     def _draws(self) -> dict[str, Any]:
         drawn_by = self.projections.draw_options
         sizes = tuple(None if w is None else w.shape[-2] for w in get_value(self.projections))
-        maps = flax_repr.name_of_map(self.feature_maps)
+        maps = flax_repr.name_of_map(in_state(self.feature_maps))
         shown = {"num_features": sizes, "bandwidth": self.bandwidth, "feature_maps": maps}
         return shown | flax_repr.drawn_by(drawn_by)
 
     def mechanism(self, num_heads: int) -> Blend:
         return flax_attention.blend(
             get_value(self.projections),
-            feature_maps=self.feature_maps,
+            feature_maps=in_state(self.feature_maps),
             bandwidth=self.bandwidth,
             near_logit=self.near_logit[...],
             far_logits=self.far_logits[...],

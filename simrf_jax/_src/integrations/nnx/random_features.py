@@ -13,7 +13,6 @@ from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
 from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
-from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import (
     flax_attention,
@@ -22,7 +21,7 @@ from simrf_jax._src.integrations import (
     flax_repr,
 )
 from simrf_jax._src.integrations.flax_versions import get_value
-from simrf_jax._src.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
+from simrf_jax._src.integrations.nnx.adapter import Adapter, as_state, features_key, in_state
 from simrf_jax._src.integrations.nnx.variables import (
     Calibration,
     LearnedMap,
@@ -202,15 +201,11 @@ class RandomFeatureAttention(Adapter):
         self.mechanism(self.num_heads)  # Checks the other fields.
 
     def _keep(self, feature_map: FeatureMapLike) -> None:
-        """Makes the arrays of a feature map part of the module's state.
-
-        They are copies, because a training step may donate the state, and the caller owns the map.
-        """
-        feature_map = copied(feature_map)
+        """Makes the arrays of a feature map part of the module's state."""
         if isinstance(feature_map, Learned):
-            self.learned = LearnedMap(feature_map)
+            self.learned = LearnedMap(jax.tree.map(jnp.array, feature_map))
             feature_map = feature_map.calibration
-        self.feature_map = _as_state(feature_map)
+        self.feature_map = as_state(feature_map)
 
     def stack_shape(self) -> tuple[int, ...]:
         """Returns the leading shape of a stack of layers, ``()`` for one layer.
@@ -237,7 +232,7 @@ class RandomFeatureAttention(Adapter):
     def _map_name(self) -> Any:
         if isinstance(self.feature_map, Calibration):
             return "calibrated" if self.learned is None else "learned"
-        return flax_repr.name_of_map(self.feature_map)
+        return flax_repr.name_of_map(in_state(self.feature_map))
 
     def mechanism(self, num_heads: int) -> RandomFeatureMechanism:
         """Returns the attention of any number of query heads, with its arrays."""
@@ -249,18 +244,12 @@ class RandomFeatureAttention(Adapter):
         return flax_attention.random_features(w, feature_map, self)
 
     def _map(self) -> FeatureMapLike:
+        feature_map = in_state(self.feature_map)
         if not isinstance(self.feature_map, Calibration):
-            return self.feature_map
-        calibration = jax.lax.stop_gradient(get_value(self.feature_map))
+            return feature_map
+        calibration = jax.lax.stop_gradient(feature_map)
         return calibration if self.learned is None else self.learned.feature_map(calibration)
 
     def _observe(self, request: flax_attention.Request, mechanism: RandomFeatureMechanism) -> None:
         if self.observer is not None:
             self.observer.observe(request, mechanism)
-
-
-def _as_state(feature_map: FeatureMapLike) -> Any:
-    """Returns a feature map as a module attribute, so that its arrays belong to the state."""
-    if isinstance(feature_map, Calibrated):
-        return Calibration(feature_map)
-    return nnx.data(feature_map) if has_arrays(feature_map) else feature_map

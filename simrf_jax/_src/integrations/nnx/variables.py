@@ -23,6 +23,10 @@ class Calibration(nnx.Variable):
     """The arrays of a calibrated feature map: state of the model, but not parameters."""
 
 
+class FeatureMapState(nnx.Variable):
+    """Feature maps whose arrays are state of the model, but not parameters."""
+
+
 class LearnedRows(nnx.Param):
     """The parameters of learned features; ``wrt=LearnedRows`` trains only these."""
 
