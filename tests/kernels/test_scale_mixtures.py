@@ -95,6 +95,18 @@ def test_norms_of_the_multivariate_t_law(nu, dim):
     np.testing.assert_allclose(log_norm_of_normal(Matern(nu), dim)(normal), expected, atol=2e-6)
 
 
+@pytest.mark.parametrize("kernel", [Matern(1e6), RationalQuadratic(1e6)], ids=str)
+def test_norms_are_chi_variables_for_the_largest_parameters(kernel):
+    normal = np.linspace(-6, 6, 101)
+    squares = np.where(
+        normal < 0,
+        scipy.stats.chi2.ppf(scipy.special.ndtr(normal), 64),
+        scipy.stats.chi2.isf(scipy.special.ndtr(-normal), 64),
+    )
+    expected = np.log(squares) / 2
+    np.testing.assert_allclose(log_norm_of_normal(kernel, 64)(normal), expected, atol=2e-5)
+
+
 @pytest.mark.parametrize("kernel", [RationalQuadratic(0.7), PoweredExponential(1.3)], ids=str)
 def test_norms_have_the_characteristic_function_of_the_kernel(kernel):
     # A row along one axis has the norm times a cosine of a uniform direction.
@@ -269,6 +281,23 @@ def test_second_derivatives_of_matern_kernels(nu):
         np.testing.assert_allclose(hessian(Matern(nu), y), by_quadrature, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "x", "y", "length_scale"),
+    [("bfloat16", 100, 100.5, 0.7), ("float16", 6e4, 59968, 0.5), ("float16", 6e4, 59968, 50.0)],
+)
+def test_length_scales_divide_in_float32(dtype, x, y, length_scale):
+    x, y = jnp.full((1, 1), x, dtype), jnp.full((1, 1), y, dtype)
+    options = {"length_scale": length_scale}
+    expected = Matern(1.5)(x.astype(jnp.float32), y.astype(jnp.float32), **options)
+    np.testing.assert_array_equal(Matern(1.5)(x, y, **options), expected.astype(dtype))
+    w, phases = jnp.ones((1, 1)), jnp.zeros(1)
+    for features in (
+        lambda x: simrf_jax.trigonometric_features(x, w, kernel="gaussian", **options),
+        lambda x: simrf_jax.phase_features(x, w, phases, kernel="gaussian", **options),
+    ):
+        np.testing.assert_array_equal(features(x), features(x.astype(jnp.float32)).astype(dtype))
+
+
 def test_redraws_and_adapters_keep_the_kernel():
     kernel = Matern(1.5)
     options = simrf_jax.DrawOptions(coupling="orthogonal", kernel=kernel)
@@ -326,12 +355,12 @@ BAD = [
         r"norms='chi' and kernel=Matern\(nu=1.5\)",
     ),
     (lambda: Matern()(VECTORS, VECTORS, length_scale=2), TypeError, "length_scale"),
-    (lambda: Matern(0), ValueError, "nu must be finite and at least 0.2, got 0"),
-    (lambda: Matern(np.inf), ValueError, "nu must be finite and at least 0.2, got inf"),
+    (lambda: Matern(0), ValueError, "nu must be from 0.2 to 1e\\+06, got 0"),
+    (lambda: Matern(np.inf), ValueError, "nu must be from 0.2 to 1e\\+06, got inf"),
     (lambda: Matern("1.5"), TypeError, "nu must be a number, got '1.5'"),
-    (lambda: RationalQuadratic(-1), ValueError, "alpha must be finite and at least 0.3, got -1"),
-    (lambda: PoweredExponential(0.3), ValueError, "power must be finite and at least 0.4, got 0.3"),
-    (lambda: PoweredExponential(2), ValueError, "power must be at most 1.9, got 2"),
+    (lambda: RationalQuadratic(-1), ValueError, "alpha must be from 0.3 to 1e\\+06, got -1"),
+    (lambda: PoweredExponential(0.3), ValueError, "power must be from 0.4 to 1.9, got 0.3"),
+    (lambda: PoweredExponential(2), ValueError, "power must be from 0.4 to 1.9, got 2"),
     (
         lambda: draw_projection(jax.random.key(0), 4, 4, kernel="matern"),
         TypeError,

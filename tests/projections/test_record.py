@@ -53,6 +53,15 @@ def test_the_dense_matrix_is_the_projection_of_the_axes(name):
     np.testing.assert_allclose(w.dense(), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_a_stack_is_made_dense(is_fast):
+    keys = jax.random.split(key(), 4).reshape(2, 2)
+    draw = simrf_jax.draw_fast_projection if is_fast else Projection.draw
+    stack = jax.vmap(jax.vmap(lambda key: draw(key, ROWS, DIM)))(keys)
+    alone = draw(keys[1, 0], ROWS, DIM)
+    np.testing.assert_allclose(stack.dense()[1, 0], alone.dense(), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", RECORDS)
 def test_pairs_of_pairs_are_the_rows_and_their_negatives(name):
     w = dataclasses.replace(RECORDS[name](), log_weights=None)

@@ -83,8 +83,9 @@ def test_steps_under_vmap():
         assert _same_key(found[step], redraw_key(key, step, interval=3))
 
 
-def test_each_layer_and_head_is_drawn_from_its_own_key():
-    key = jax.random.key(0)
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_each_layer_and_head_is_drawn_from_its_own_key(kind):
+    key = jax.random.key(0, impl=kind)
     layers = [jnp.zeros((3, 10, 4)), jnp.zeros((6, 2)), jnp.zeros((3, 10, 4), jnp.bfloat16)]
     drawn = redraw_projections(key, layers, options=DrawOptions("orthogonal"))
     assert [(w.shape, w.dtype) for w in drawn] == [(w.shape, w.dtype) for w in layers]
@@ -146,7 +147,7 @@ def test_devices_of_a_mesh_draw_a_part_each(jitted, kind):
     def redraw(key, mesh=None):
         return redraw_projections(key, layers, options=DrawOptions("simplex"), mesh=mesh)
 
-    key = jax.random.key(0)
+    key = jax.random.key(0, impl="rbg" if kind == "Auto" else None)
     alone, of_mesh = redraw(key), functools.partial(redraw, mesh=mesh)
     with jax.set_mesh(mesh):
         together = (jax.jit(of_mesh) if jitted else of_mesh)(key)

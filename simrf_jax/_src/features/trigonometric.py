@@ -175,7 +175,8 @@ def trigonometric_features(
       Reid et al., Simplex Random Features (ICML 2023), Eq. 3 and Sec. 4.1,
       https://arxiv.org/abs/2301.13856
     """
-    return Trigonometric(kernel).features(scaled(x, length_scale), projection)
+    x = checks.vectors("x", x)
+    return Trigonometric(kernel).features(scaled(x, length_scale), projection).astype(x.dtype)
 
 
 def phase_features(
@@ -220,5 +221,6 @@ def phase_features(
     References:
       Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007), Algorithm 1.
     """
+    x = checks.vectors("x", x)
     phase = Phase(checks.floating("phases", phases), kernel)
-    return phase.features(scaled(x, length_scale), projection)
+    return phase.features(scaled(x, length_scale), projection).astype(x.dtype)

@@ -127,26 +127,25 @@ class ScaleMixture(abc.ABC):
           TypeError: If an argument is not floating.
           ValueError: If the shapes do not match.
         """
-        x, y = scaled(x, length_scale), scaled(y, length_scale, "y")
         x, y, dtype = exact.pair(x, y)
+        x, y = scaled(x, length_scale), scaled(y, length_scale)
         return self.profile(exact.squared_distances(x, y)).astype(dtype)
 
 
 def scaled(
-    x: Float[ArrayLike, "*batch dim"], length_scale: Float[ArrayLike, "*#dim"], name: str = "x"
+    x: Float[ArrayLike, "*batch dim"], length_scale: Float[ArrayLike, "*#dim"]
 ) -> Float[Array, "*batch dim"]:
-    """Returns vectors in units of a length scale.
+    """Returns vectors in units of a length scale, in float32 or wider unless it is 1.
 
     Args:
       x: Vectors.
       length_scale: One number, or one for each column.
-      name: Name of the vectors, for the error message.
 
     Raises:
       TypeError: If an argument is not floating.
       ValueError: If the shape of the length scale is neither [] nor [dim].
     """
-    x = checks.vectors(name, x)
+    x = checks.vectors("x", x)
     if isinstance(length_scale, float | int) and length_scale == 1:
         return x
     length_scale = checks.floating("length_scale", length_scale)
@@ -155,6 +154,7 @@ def scaled(
             f"length_scale must be one number or one for each of {x.shape[-1]} columns, got shape "
             f"{length_scale.shape}."
         )
+    x = x.astype(np.promote_types(x.dtype, jnp.float32))
     return x / jnp.broadcast_to(length_scale.astype(x.dtype), x.shape)
 
 
@@ -189,12 +189,13 @@ class Matern(ScaleMixture):
     distance instead.
 
     Attributes:
-      nu: Smoothness :math:`\nu`, at least 0.2. Samples of a Gaussian process have fewer than
+      nu: Smoothness :math:`\nu`, from 0.2 to 1e6. Samples of a Gaussian process have fewer than
         :math:`\nu` derivatives.
 
     Raises:
       TypeError: If ``nu`` is not a number.
-      ValueError: If ``nu`` is below 0.2, where quadrature over s is not accurate, or not finite.
+      ValueError: If ``nu`` is below 0.2, where quadrature over s is not accurate, or above 1e6,
+        where the kernel is the Gaussian one up to 1e-6.
 
     Example:
       >>> import jax.numpy as jnp, simrf_jax
@@ -213,7 +214,7 @@ class Matern(ScaleMixture):
     nu: float = 1.5
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nu", _at_least("nu", self.nu, 0.2))
+        object.__setattr__(self, "nu", _between("nu", self.nu, 0.2, 1e6))
 
     @property
     def step(self) -> float:
@@ -240,12 +241,13 @@ class RationalQuadratic(ScaleMixture):
     Here :math:`\alpha s` has the Gamma law of shape :math:`\alpha`.
 
     Attributes:
-      alpha: Shape :math:`\alpha`, at least 0.3. The larger it is, the closer the kernel is to the
-        Gaussian one.
+      alpha: Shape :math:`\alpha`, from 0.3 to 1e6. The larger it is, the closer the kernel is to
+        the Gaussian one.
 
     Raises:
       TypeError: If ``alpha`` is not a number.
-      ValueError: If ``alpha`` is below 0.3, where quadrature over s is not accurate, or not finite.
+      ValueError: If ``alpha`` is below 0.3, where quadrature over s is not accurate, or above 1e6,
+        where the kernel is the Gaussian one up to 1e-6.
 
     References:
       Rasmussen and Williams, Gaussian Processes for Machine Learning (2006), Eq. 4.19,
@@ -255,7 +257,7 @@ class RationalQuadratic(ScaleMixture):
     alpha: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "alpha", _at_least("alpha", self.alpha, 0.3))
+        object.__setattr__(self, "alpha", _between("alpha", self.alpha, 0.3, 1e6))
 
     @property
     def step(self) -> float:
@@ -297,9 +299,7 @@ class PoweredExponential(ScaleMixture):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "power", _at_least("power", self.power, 0.4))
-        if self.power > 1.9:
-            raise ValueError(f"power must be at most 1.9, got {self.power}.")
+        object.__setattr__(self, "power", _between("power", self.power, 0.4, 1.9))
 
     @property
     def step(self) -> float:
@@ -374,10 +374,10 @@ def _root(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 
-def _at_least(name: str, value: Any, least: float) -> float:
+def _between(name: str, value: Any, least: float, most: float) -> float:
     """Returns a parameter as a Python number after checking it."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a number, got {value!r}.")
-    if not least <= value < math.inf:
-        raise ValueError(f"{name} must be finite and at least {least}, got {value}.")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most:g}, got {value}.")
     return float(value)

@@ -33,6 +33,7 @@ FIXED_NORMS = ("sqrt_dim", "radau")
 _LARGEST_NORMAL = 8.5
 _NUM_NODES = 545
 _LEAST, _MOST = -60.0, 60.0  # Range of the log norm, without its chi variable.
+_NEGLIGIBLE = 90.0  # A log density this far below the largest counts as that of nothing.
 
 
 def check_norms(norms: Norms, coupling: Coupling, kernel: ScaleMixture) -> None:
@@ -240,11 +241,14 @@ def log_norm_of_normal(kernel: ScaleMixture, dim: int) -> CubicSpline:
     # of about d^(-1/2). Splines integrate it to six digits.
     step = min(kernel.step / 8, 0.03 * dim**-0.5)
     log_roots = np.arange(_LEAST, _MOST, step)
+    log_density = kernel.log_density(2 * log_roots)
+    first, *_, last = np.flatnonzero(log_density > np.max(log_density) - _NEGLIGIBLE)
+    log_roots, log_density = log_roots[first : last + 1], log_density[first : last + 1]
     shortest, longest = special.gammaincinv(dim / 2, 1e-20), special.gammainccinv(dim / 2, 1e-20)
     log_chis = np.arange(np.log(2 * shortest) / 2, np.log(2 * longest) / 2 + step, step)
     chi_density = dim * log_chis - np.exp(2 * log_chis) / 2
     chi_density = np.exp(chi_density - special.logsumexp(chi_density))
-    density = np.convolve(2 * np.exp(kernel.log_density(2 * log_roots)), chi_density)
+    density = np.convolve(2 * np.exp(log_density), chi_density)
     log_norms = log_roots[0] + log_chis[0] + step * np.arange(density.size)
     below = interpolate.CubicSpline(log_norms, density).antiderivative()(log_norms)
     above = interpolate.CubicSpline(log_norms, density[::-1]).antiderivative()(log_norms)[::-1]

@@ -403,7 +403,13 @@ class Projection(StructuredProjection):
     def dense_rows(self) -> Float[Array, "*stack num_rows dim"]:
         """Returns ``rows`` as an array, at least in float32; if paired, one row of each pair."""
         if not self.is_dense:
-            return Projection(self.rows).apply(jnp.eye(self.shape[-1])).T
+
+            def dense(rows: Any) -> Float[Array, "num_rows dim"]:
+                return Projection(rows).apply(jnp.eye(rows.shape[-1])).T
+
+            for _ in self.shape[:-2]:
+                dense = jax.vmap(dense)
+            return dense(self.rows)
         rows = checks.floating("projection", cast(Any, self.rows))
         return rows.astype(np.promote_types(rows.dtype, jnp.float32))
 
