@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import pydoc_data.topics
 import re
@@ -373,6 +374,24 @@ def cosines(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(x * y, axis=-1) / norms
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Returns the type of a flag whose integer must not be below the least."""
+
+    def integer(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}.")
+        return int(text)
+
+    return integer
+
+
+def above_zero(text: str) -> float:
+    """Returns the number of a flag, which must be above 0."""
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}.")
+    return float(text)
+
+
 def main() -> None:
     """Prints how near each way to attend comes to softmax attention."""
     parser = argparse.ArgumentParser(
@@ -381,12 +400,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model_dir", type=pathlib.Path, required=True)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--features", type=int, help="By default 112.")
-    parser.add_argument("--relative_error", type=float)
-    parser.add_argument("--budget", type=float)
-    parser.add_argument("--steps", type=int, default=0)
-    parser.add_argument("--output_steps", type=int, default=0)
+    parser.add_argument("--length", type=at_least(3), default=128)
+    parser.add_argument("--features", type=at_least(1), help="By default 112.")
+    parser.add_argument("--relative_error", type=above_zero)
+    parser.add_argument("--budget", type=above_zero)
+    parser.add_argument("--steps", type=at_least(0), default=0)
+    parser.add_argument("--output_steps", type=at_least(0), default=0)
     options = parser.parse_args()
     chooses = options.relative_error is not None or options.budget is not None
     if options.steps and not chooses:
@@ -403,10 +422,13 @@ def main() -> None:
         if not (folder / name).exists()
     ]:
         parser.error(f"--model_dir={folder} lacks {', '.join(missing)}.")
+    config = EncoderConfig.of(folder / "config.json")
+    if options.length > config.max_length:
+        parser.error(f"--length must be at most {config.max_length}, got {options.length}.")
 
     rng, tokenizer = np.random.default_rng(0), load_tokenizer(folder / "tokenizer.json")
     texts = rng.permutation(load_texts(tokenizer, options.length))
-    model = load_model(folder / "model.safetensors", EncoderConfig.of(folder / "config.json"))
+    model = load_model(folder / "model.safetensors", config)
     if chooses:
         code = rng.permutation(load_texts(tokenizer, options.length, sources()))[:NUM_JUDGE]
         windows = load_windows(tokenizer, options.length) if options.output_steps else texts[:0]

@@ -22,6 +22,7 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import tempfile
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +31,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.hugging_face import filled, load_tokenizer, pages, read_config
+from examples.hugging_face import above_zero, at_least, filled, load_tokenizer, pages, read_config
 from simrf_jax import ExactKeys
 from simrf_jax.integrations.nnx import (
     RandomFeatureAttention,
@@ -143,6 +144,8 @@ class DecoderConfig:
             "num_key_value_heads": heads,
             "head_dim": published["hidden_size"] // heads,
             "tie_word_embeddings": False,
+            "rope_theta": 10_000.0,
+            "rms_norm_eps": 1e-6,
         }
         # A field may be there and null.
         published = may_lack | rotary | {k: v for k, v in published.items() if v is not None}
@@ -431,12 +434,12 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model_dir", type=pathlib.Path, required=True)
-    parser.add_argument("--train_steps", type=int, default=0)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--features", type=int, help="By default 64.")
-    parser.add_argument("--seeds", type=int, help="By default 3.")
-    parser.add_argument("--relative_error", type=float)
-    parser.add_argument("--steps", type=int, help="By default 0.")
+    parser.add_argument("--train_steps", type=at_least(0), default=0)
+    parser.add_argument("--length", type=at_least(2), default=256)
+    parser.add_argument("--features", type=at_least(1), help="By default 64.")
+    parser.add_argument("--seeds", type=at_least(1), help="By default 3.")
+    parser.add_argument("--relative_error", type=above_zero)
+    parser.add_argument("--steps", type=at_least(0), help="By default 0.")
     options = parser.parse_args()
     chooses = options.relative_error is not None
     if options.steps is not None and not chooses:
@@ -446,17 +449,33 @@ def main() -> None:
     num_features = 64 if options.features is None else options.features
     num_seeds = 3 if options.seeds is None else options.seeds
     num_steps = options.steps or 0
-    folder = options.model_dir
-    if options.train_steps < 0 or options.length < 2:
-        parser.error("--train_steps must be at least 0, and --length at least 2.")
-    if options.train_steps and (found := [*folder.glob("*.json"), *folder.glob("*.safetensors")]):
-        parser.error(f"--train_steps writes a model of bytes to a new folder, got {found[0]}.")
-    texts = Texts.load(folder, options.length)
+    folder, config = options.model_dir, DecoderConfig()
     if options.train_steps:
-        config = DecoderConfig()
-        save_model(train(texts.train, config, options.train_steps), config, folder)
+        if found := [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
+            parser.error(f"--train_steps writes a model of bytes to a new folder, got {found[0]}.")
     elif not (folder / "config.json").exists():
         parser.error(f"--model_dir={folder} lacks config.json; --train_steps=800 makes a model.")
+    elif not (folder / "tokenizer.json").exists():
+        size = DecoderConfig.of(folder / "config.json").vocabulary_size
+        if size != config.vocabulary_size:
+            parser.error(
+                f"--model_dir={folder} lacks tokenizer.json, which all models need but those of "
+                f"{config.vocabulary_size} bytes, got {size} tokens."
+            )
+    texts = Texts.load(folder, options.length)
+    counts, least = tuple(map(len, texts)), (NUM_FIT, NUM_JUDGE if chooses else 0, BATCH)
+    if any(count < number for count, number in zip(counts, least, strict=True)):
+        parser.error(
+            f"--length must leave {least} windows to fit to, to choose and to test on, "
+            f"got {options.length}, which leaves {counts}."
+        )
+    if options.train_steps:
+        try:  # Before the training, which takes minutes.
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"--model_dir={folder} cannot be written: {error}")
+        save_model(train(texts.train, config, options.train_steps), config, folder)
     model = load_model(folder)
     fit, test = texts.train[:NUM_FIT, :-1], texts.test[:NUM_TEST]
     before = mean_bits(model, test)

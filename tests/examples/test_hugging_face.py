@@ -210,10 +210,25 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     assert "lacks config.json, model.safetensors, tokenizer.json" in capsys.readouterr().err
 
 
+def test_texts_that_are_longer_than_the_model_reads_are_refused(tmp_path, monkeypatch, capsys):
+    for name in ("model.safetensors", "tokenizer.json"):
+        (tmp_path / name).touch()
+    published = {theirs: getattr(TINY, ours) for ours, theirs in hf.CONFIG_NAMES.items()}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={tmp_path}", "--length=9"])
+    with pytest.raises(SystemExit):
+        hf.main()
+    assert "--length must be at most 8, got 9" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--steps=3"], "--steps needs --relative_error or --budget"),
+        (["--length=2"], "--length: must be at least 3, got 2"),
+        (["--features=0"], "--features: must be at least 1, got 0"),
+        (["--relative_error=0.1", "--steps=-3"], "--steps: must be at least 0, got -3"),
+        (["--relative_error=nan"], "--relative_error: must be above 0 and finite, got nan"),
         (["--budget=0.9", "--features=112"], "--budget choose features: they take no --features"),
     ],
 )

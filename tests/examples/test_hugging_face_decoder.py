@@ -146,6 +146,24 @@ def test_the_shape_is_that_of_the_published_config(tmp_path):
         hd.DecoderConfig.of(path)
 
 
+def test_what_a_published_config_lacks_has_the_default_of_transformers(tmp_path):
+    config = hd.DecoderConfig(norm_epsilon=1e-6)
+    published = {theirs: getattr(config, ours) for ours, theirs in hd.CONFIG_NAMES.items()}
+    del published["rope_theta"], published["rms_norm_eps"]
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    assert hd.DecoderConfig.of(tmp_path / "config.json") == config
+
+
+def test_bytes_are_no_tokens_of_another_model(tmp_path, monkeypatch, capsys):
+    config = hd.DecoderConfig(vocabulary_size=32000)
+    published = {theirs: getattr(config, ours) for ours, theirs in hd.CONFIG_NAMES.items()}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    monkeypatch.setattr(sys, "argv", ["hugging_face_decoder", f"--model_dir={tmp_path}"])
+    with pytest.raises(SystemExit):
+        hd.main()
+    assert "lacks tokenizer.json, which all models need but" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_the_state_gives_the_logits_of_the_whole_call():
     _, model = make()
@@ -224,8 +242,13 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     ("flags", "message"),
     [
         (["--steps=3"], "--steps needs --relative_error"),
-        (["--train_steps=-1"], "--train_steps must be at least 0"),
-        (["--length=1"], "--length at least 2"),
+        (["--train_steps=-1"], "--train_steps: must be at least 0"),
+        (["--length=1"], "--length: must be at least 2"),
+        (["--seeds=0"], "--seeds: must be at least 1"),
+        (["--features=0"], "--features: must be at least 1"),
+        (["--relative_error=-1"], "--relative_error: must be above 0"),
+        (["--train_steps=1", "--length=100000"], "--length must leave (16, 0, 4) windows to fit"),
+        (["--train_steps=1", "--model_dir=/dev/null"], "--model_dir=/dev/null cannot be written: "),
         (["--relative_error=0.1", "--features=64"], "it takes no --features and no --seeds"),
         (["--relative_error=0.1", "--seeds=3"], "it takes no --features and no --seeds"),
     ],
