@@ -93,6 +93,11 @@ def main():
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--heads", type=int, default=8)
     options = parser.parse_args()
+    if min(options.sequences, options.heads) < 1:
+        parser.error(
+            "--sequences and --heads must be at least 1, got "
+            f"{options.sequences} and {options.heads}."
+        )
     calls, sizes = candidates(options.sequences, options.heads)
     times = timing.alternate(calls, ROUNDS)
     print("| tokens before | linear us | / after 10 | MiB | softmax us | / linear | MiB |")

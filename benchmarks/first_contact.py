@@ -7,9 +7,10 @@
 3. A step of decoding by the number of tokens before.
 4. A training step of a ViT, with random features and with exact attention.
 
-After eight minutes (``--minutes``) no measurement begins. Each row is written as soon as it is
-known, and a second run with the same file goes on where the first one ended, or was stopped. What
-fails becomes a row with the error. The last lines are the tables of the file.
+After eight minutes (``--minutes``) no measurement begins. Rows are written as soon as they are
+known, those of checks by eights, and a second run with the same file goes on where the first one
+ended, or was stopped. What fails becomes a row with the error. The last lines are the tables of the
+file.
 
 Run: python -m benchmarks.first_contact [--output first_contact.json] [--minutes 8] [--small]
 """
@@ -30,7 +31,7 @@ from flax import nnx
 
 import simrf_jax
 from benchmarks import attention_candidates, attention_cost, command_line, contact_checks, decoding
-from experiments.harness import markdown, timing
+from experiments.harness import files, markdown, mistakes, timing
 from simrf_jax.models import ViT, ViTConfig
 
 DIM, NUM_FEATURES = 64, 128
@@ -206,16 +207,27 @@ def run(output, size, minutes):
 
     Returns:
       The content of the file.
+
+    Raises:
+      UserError: If the file cannot be written, or is damaged or of another machine.
     """
     begin = time.monotonic()
     # As JSON has it: lists in the place of tuples.
     conditions = json.loads(json.dumps(attention_cost.conditions() | {"size": size}))
     results = {"conditions": conditions, "pieces": {}}
     if output.exists():
-        before = json.loads(output.read_text())
-        if before["conditions"] != results["conditions"]:
-            raise SystemExit(f"{output} is of another machine, size or version; name another file.")
+        before = files.read_json(output)
+        if before.get("conditions") != results["conditions"]:
+            raise mistakes.UserError(
+                f"{output} is of another machine, size or version; name another file."
+            )
         results = before
+
+    def save():
+        with files.whole_file(output) as partial:
+            partial.write_text(json.dumps(results, indent=1) + "\n")
+
+    save()
     todo = [(name, piece) for name, piece in pieces(size) if name not in results["pieces"]]
     for group in command_line.bar(groups(todo), "groups of pieces", len(groups(todo))):
         if time.monotonic() - begin > 60 * minutes:
@@ -228,7 +240,7 @@ def run(output, size, minutes):
             for row in results["pieces"][name]:
                 if row.get("failure") or row.get("faults"):
                     command_line.show(f"{name}: {row.get('failure') or '; '.join(row['faults'])}")
-        output.write_text(json.dumps(results, indent=1) + "\n")
+        save()
     return results
 
 
@@ -268,7 +280,8 @@ def main():
     parser.add_argument("--small", action="store_true", help="a rehearsal on a laptop's CPU")
     options = parser.parse_args()
     size = SIZES["small" if options.small else "whole"]
-    print(tables(run(options.output, size, options.minutes)))
+    with mistakes.exit_on_user_error():
+        print(tables(run(options.output, size, options.minutes)))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import pathlib
 
 import pytest
 
+from benchmarks import decoding
+
 pytestmark = pytest.mark.fast
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 PROGRAMS = sorted(file.stem for file in FOLDER.glob("*.py") if "if __name__ ==" in file.read_text())
@@ -33,3 +35,11 @@ def test_an_unknown_flag_is_refused(program, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         program.main()
     assert "usage: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--sequences=0", "--heads=-1"])
+def test_nothing_cannot_be_decoded(monkeypatch, capsys, flag):
+    monkeypatch.setattr("sys.argv", ["program", flag])
+    with pytest.raises(SystemExit, match="2"):
+        decoding.main()
+    assert "--sequences and --heads must be at least 1, got " in capsys.readouterr().err

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import attention_candidates, contact_checks, first_contact
+from experiments.harness.mistakes import UserError
 from tests.tiers import slow_but
 
 SIZE = {"checked": (), "lengths": (), "before": ()}
@@ -57,11 +58,21 @@ def test_another_machine_or_size_is_refused(run, monkeypatch):
     run, output = run
     run({"decoding": list})
     monkeypatch.setitem(SIZE, "heads", 12)
-    with pytest.raises(SystemExit, match="of another machine, size or version"):
+    with pytest.raises(UserError, match="of another machine, size or version"):
         run({})
     output.write_text(json.dumps({"conditions": {"device": "another"}, "pieces": {}}))
-    with pytest.raises(SystemExit, match="of another machine, size or version"):
+    with pytest.raises(UserError, match="of another machine, size or version"):
         run({})
+
+
+def test_a_file_that_cannot_be_used_is_refused_before_anything_is_measured(run, tmp_path):
+    run, output = run
+    output.write_text('{"conditions": ')
+    with pytest.raises(UserError, match=r"contact.json is damaged"):
+        run({"decoding": refuse})
+    assert output.read_text() == '{"conditions": '
+    with pytest.raises(UserError, match=r"fc.json cannot be written"):
+        first_contact.run(tmp_path / "nowhere" / "fc.json", SIZE, 8)
 
 
 def test_every_piece_has_a_name_of_its_own():
