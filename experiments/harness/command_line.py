@@ -51,6 +51,8 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
         rest = flags.FLAGS(argv)
         # After an OSError of the file, ml_collections raises at the first use of the config.
         getattr(flags.FLAGS["config"].value, "keys", None)
+        if flags.FLAGS["workdir"].value == "":
+            raise flags.IllegalFlagValueError("--workdir must name a folder, got ''.")
         return rest
     except SystemExit as end:
         if _line_in(config, end) is None:  # It is from --help.

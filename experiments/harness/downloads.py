@@ -63,4 +63,5 @@ class Place(NamedTuple):
                 raise UserError(
                     f"{path} is not {self.published}: its SHA-256 is {found}, expected {sha256}."
                 )
-        raise UserError(f"There is no {' or '.join((file, *names))} in {folder}. {ways}")
+        either = " or ".join(dict.fromkeys((file, *names)))
+        raise UserError(f"There is no {either} in {folder}. {ways}")

@@ -56,6 +56,8 @@ def test_missing_file_says_both_ways(tmp_path):
     message = r"no krkopt.data or chess.data in .*--config.data_dir=DIR or SIMRF_DATA_DIR.*https://"
     with pytest.raises(UserError, match=message):
         uci.find("chess", str(tmp_path))
+    with pytest.raises(UserError, match=r"There is no abalone.data in /"):
+        uci.find("abalone", str(tmp_path))
 
 
 def test_no_network_says_both_ways(monkeypatch):

@@ -138,6 +138,7 @@ def test_check_refuses_unknown_missing_and_mistyped_fields():
         ("--process_id=1", "--process_id go together, with --distributed"),
         ("--coordinator=a:1 --num_processes=2 --process_id=0", "go together, with --distributed"),
         ("--distributed --compare=exact", "start a --distributed run for each"),
+        ("--workdir=", "--workdir must name a folder, got ''"),
         ("--workdri=x", "Unknown command line flag 'workdri'. Did you mean: workdir"),
     ],
 )
