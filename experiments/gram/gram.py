@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import pathlib
 from typing import Any
 
@@ -33,9 +32,10 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    config_fields.check_fields(config, FIELDS, {"dim": 2, "multiples": 1, "num_trials": 2})
-    finite = config_fields.Range("above 0 and finite", lambda x: 0 < x < math.inf)
-    config_fields.check_range("scale", config.scale, finite)
+    least = {"dim": 2, "multiples": 1, "num_trials": 2}
+    values = config_fields.check_fields(config, FIELDS, least)
+    # |x + y| is then about 10 at most, as in kernel_mse.
+    config_fields.check_distances(values, ["scale"], most=5 / config.dim**0.5)
 
 
 def draw_points(config: ConfigDict) -> jax.Array:

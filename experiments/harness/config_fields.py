@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -153,6 +154,25 @@ def check_one_of(name: str, value: object, known: Iterable[str]) -> None:
         checks.one_of(name, value, known)
 
 
+def check_names(field: str, names: Sequence[object], known: Iterable[str]) -> None:
+    """Refuses names in a field if there are none, or one is not known."""
+    known = tuple(known)
+    if not names:
+        raise UserError(f"config.{field} must name at least one of {', '.join(known)}, got ().")
+    for name in names:
+        check_one_of(f"Each of config.{field}", name, known)
+
+
+def check_rows(field: str, num_features: int, exact_keys: int, per_row: int, method: str) -> None:
+    """Refuses features that are no whole rows of W beside the exact keys that replace some."""
+    rest = num_features - exact_keys
+    if rest < 1 or rest % per_row:
+        raise UserError(
+            f"config.{field} must be exact_keys={exact_keys} plus a positive multiple of {per_row} "
+            f"for {method}, got {num_features}."
+        )
+
+
 def check_seeds(seeds: Sequence[int]) -> None:
     """Refuses seeds that give no spread: fewer than two, one twice, or one that is no seed.
 
@@ -169,7 +189,7 @@ def check_training(values: Mapping[str, Any], part: str = "") -> None:
     """Refuses fields of ``train_state.make_optimizer`` that cannot train.
 
     Args:
-      values: Values of the fields, by dotted name.
+      values: Values of the fields, by dotted name. Without ``num_steps``, any warm-up will do.
       part: Prefix of the names of these fields, such as ``"digits."``.
 
     Raises:
@@ -178,7 +198,7 @@ def check_training(values: Mapping[str, Any], part: str = "") -> None:
     ranges = {"learning_rate": above(0), "clip_norm": above(0), "weight_decay": at_least(0)}
     for name, allowed in (ranges | {"b2": BELOW_ONE}).items():
         check_range(part + name, values[part + name], allowed)
-    warmup, steps = values[f"{part}warmup_steps"], values[f"{part}num_steps"]
+    warmup, steps = values[f"{part}warmup_steps"], values.get(f"{part}num_steps", math.inf)
     if warmup >= steps:
         raise UserError(f"config.{part}warmup_steps must be below num_steps={steps}, got {warmup}.")
 

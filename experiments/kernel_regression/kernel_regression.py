@@ -11,7 +11,6 @@ import tqdm
 from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
-from experiments.harness.mistakes import UserError
 from experiments.harness.trials import summary
 from experiments.kernel_regression import classify, figures, tables, uci
 from experiments.kernel_regression.configs import paper
@@ -35,11 +34,8 @@ def check(config: ConfigDict) -> None:
     least = {"multiples": 1, **dict.fromkeys(two, 2)}
     values = config_fields.check_fields(config, FIELDS, least)
     config_fields.check_ascending(values, ["multiples"])
-    for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
-        if not config[name]:
-            raise UserError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
-        for value in config[name]:
-            config_fields.check_one_of(f"Each of config.{name}", value, known)
+    config_fields.check_names("datasets", config.datasets, uci.SOURCES)
+    config_fields.check_names("parts", config.parts, PARTS)
 
 
 def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from flax import nnx
 
 import simrf_jax
 from experiments.char_lm.model import CharLM
+from experiments.harness import config_fields
 from experiments.swap.swapping import swapped
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 
@@ -29,6 +30,11 @@ class Kind:
     feature_map: Literal["positive", "learned"]
     has_band: bool = False
     keys: Literal["in_place", "on_top"] | None = None
+
+    @property
+    def features_per_row(self) -> int:
+        """Returns the number of features of a row of W; learned ones are pairs of exponentials."""
+        return 2 if self.feature_map == "learned" else 1
 
 
 KINDS = {
@@ -52,6 +58,13 @@ LOOKS: dict[str, dict[str, Any]] = {
     "band_keys_learned": {"color": "#CC79A7", "linestyle": "-", "marker": "P"},
     "band_more_keys_learned": {"color": "#0072B2", "linestyle": "-", "marker": "X"},
 }
+
+
+def check_rows(field: str, attention: str, num_features: int, exact_keys: int) -> None:
+    """Refuses features that are no whole rows of W; see ``config_fields.check_rows``."""
+    if kind := KINDS.get(attention):
+        replaced = exact_keys if kind.keys == "in_place" else 0
+        config_fields.check_rows(field, num_features, replaced, kind.features_per_row, attention)
 
 
 def make_model(
@@ -87,13 +100,11 @@ def make_model(
     kind = KINDS[attention]
     if kind.keys == "in_place":
         num_features -= exact_keys
-    # A row of learned features is a pair of exponentials.
-    num_rows = num_features // 2 if kind.feature_map == "learned" else num_features
     adapters = [
         RandomFeatureAttention(
             num_heads,
             width // num_heads,
-            num_rows,
+            num_features // kind.features_per_row,
             feature_map=kind.feature_map,
             is_causal=True,
             exact_bandwidth=bandwidth if kind.has_band else None,

@@ -16,7 +16,7 @@ FIELDS = config_fields.types_of(paper.get_config())
 SELECTION = ("seeds", "parts", "attentions", "num_features", "exact_keys", "num_pairs", "contexts")
 PARTS = ("recall", "equal_time")
 LEAST = {f"{part}.{name}": 0 for part in PARTS for name in ("warmup_steps", "bandwidth")}
-LEAST |= {"num_features": 4, "num_pairs": 2, "contexts": 2}
+LEAST |= {"num_features": 4, "exact_keys": 1, "num_pairs": 2, "contexts": 2}
 
 
 def check(config: ConfigDict) -> None:
@@ -26,15 +26,12 @@ def check(config: ConfigDict) -> None:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = config_fields.check_fields(config, FIELDS, LEAST)
-    for part in config.parts:
-        config_fields.check_one_of("Each of config.parts", part, PARTS)
+    config_fields.check_names("parts", config.parts, PARTS)
     for field in ("attentions", "equal_time.attentions"):
-        for name in values[field]:
-            config_fields.check_one_of(f"Each of config.{field}", name, kinds.LABELS)
+        config_fields.check_names(field, values[field], kinds.LABELS)
     for part in PARTS:
         config_fields.check_rotary(values, f"{part}.")
-        rate = f"{part}.learning_rate"
-        config_fields.check_range(rate, values[rate], config_fields.above(0))
+        config_fields.check_training(values, f"{part}.")
     seconds = "equal_time.seconds"
     config_fields.check_range(seconds, values[seconds], config_fields.above(0))
     ours = config.recall
@@ -49,10 +46,15 @@ def check(config: ConfigDict) -> None:
             f"config.recall.num_steps must be a multiple of eval_interval={ours.eval_interval}, "
             f"got {ours.num_steps}."
         )
-    if config.equal_time.exact_keys >= config.equal_time.num_features - 1:
+    for case in measure_recall.cases(config).values():
+        kinds.check_rows("num_features", case.attention, case.num_features, case.exact_keys)
+    ours = config.equal_time
+    for attention in ours.attentions:
+        kinds.check_rows("equal_time.num_features", attention, ours.num_features, ours.exact_keys)
+    if max(config.contexts) > ours.validation_tokens:
         raise UserError(
-            "config.equal_time.exact_keys must be at least two below num_features="
-            f"{config.equal_time.num_features}, got {config.equal_time.exact_keys}."
+            "Each of config.contexts must be at most equal_time.validation_tokens="
+            f"{ours.validation_tokens}, got {max(config.contexts)}."
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import pathlib
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from examples.hugging_face import EncoderConfig
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
 from experiments.swap import (
@@ -54,8 +55,7 @@ def check(config: ConfigDict) -> None:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = config_fields.check_fields(config, FIELDS, LEAST)
-    for part in config.parts:
-        config_fields.check_one_of("config.parts", part, PARTS)
+    config_fields.check_names("parts", config.parts, PARTS)
     for name in ("methods", "tuned_methods"):
         for method in config[name]:
             config_fields.check_one_of(f"config.{name}", method, METHODS)
@@ -64,18 +64,22 @@ def check(config: ConfigDict) -> None:
     config_fields.check_ascending(values, ["predicted.lengths", "kinds.lengths", *sized, *tuned])
     above_zero = [f"{part}.learned.learning_rate" for part in ("encoder", "kinds", *TRAINED)]
     above_zero += [f"{part}.tuned_learning_rate" for part in TRAINED]
-    numbers = [("predicted.lengths", length) for length in config.predicted.lengths]
-    for name, number in (*numbers, *((name, values[name]) for name in above_zero)):
-        config_fields.check_range(name, number, config_fields.above(0))
-    for part in ("encoder", *TRAINED):
-        least = min(config[part].num_features[0], config[part].get("tuned_features", math.inf))
-        if part == "encoder":
-            least = min(least, config.kinds.num_features)
-        if config[part].exact_keys >= least:
-            raise UserError(
-                f"config.{part}.exact_keys must be below the least number of features, {least}, "
-                f"got {config[part].exact_keys}."
-            )
+    for name in above_zero:
+        config_fields.check_range(name, values[name], config_fields.above(0))
+    # |x + y| is then at most 10, as in kernel_mse.
+    config_fields.check_distances(values, ["predicted.lengths"], most=5.0)
+    longest = EncoderConfig().max_length
+    allowed = config_fields.Range(f"at most {longest}", lambda length: length <= longest)
+    config_fields.check_range("encoder.length", config.encoder.length, allowed)
+    config_fields.check_range("kinds.lengths", config.kinds.lengths[-1], allowed)
+    used = [(f"{part}.num_features", config.methods) for part in ("encoder", "kinds", *TRAINED)]
+    used += [(f"{part}.tuned_features", config.tuned_methods) for part in TRAINED]
+    for field, methods in used:
+        part, sizes = field.partition(".")[0], values[field]
+        keys = config["encoder" if part == "kinds" else part].exact_keys
+        for m, name in itertools.product(sizes if isinstance(sizes, tuple) else [sizes], methods):
+            replaced = keys if METHODS[name].has_keys else 0
+            config_fields.check_rows(field, m, replaced, METHODS[name].features_per_row, name)
     if config.predicted_heads.num_queries > config.encoder.length:
         raise UserError(
             "config.predicted_heads.num_queries must be at most encoder.length="
