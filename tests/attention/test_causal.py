@@ -17,6 +17,7 @@ from tests import formulas
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
+from tests.versions import enable_x64
 
 attend = jax.jit(
     random_feature_attention, static_argnames=("feature_map", "is_causal", "chunk_size")
@@ -198,21 +199,22 @@ def test_large_keys_change_the_gradient_of_what_sees_them_alone():
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients_of_keys_that_are_large_in_the_units_of_the_first(is_causal, implementation):
     """The last query sees all keys, so it is that of bidirectional attention."""
-    q, k, v = inputs(5)
-    w = projection()
     options = {"is_causal": True} if is_causal else {"segment_ids": jnp.zeros(5, int)}
 
-    def gradients(bias, **options):
+    def gradients(**options):
         def loss(*arguments):
             *qkv, bias = arguments
-            out = random_feature_attention(*qkv, w, bias=bias[None, None], **options)
+            out = random_feature_attention(*qkv, projection(), bias=bias[None, None], **options)
             return jnp.sum(out[-1] ** 2)
 
-        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, bias)
+        bias = np.array([0.0, 48, 48, 48, 48])  # The square of e^48 is above the largest number.
+        arguments = [jnp.asarray(x, float) for x in (*inputs(5), bias)]
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*arguments)
 
-    bias = jnp.array([0.0, 48, 48, 48, 48])  # The square of e^48 is above the largest number.
-    actual = gradients(bias, implementation=implementation, **options)
-    for a, e in zip(actual, gradients(bias, implementation="xla"), strict=True):
+    with enable_x64(True):
+        expected = gradients(implementation="xla")
+    actual = gradients(implementation=implementation, **options)
+    for a, e in zip(actual, expected, strict=True):
         assert relative_error(a, e) < 1e-5
 
 
