@@ -158,9 +158,10 @@ def long_inputs(sequences=6, length=24, heads=2, dim=8):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("relative_error", [0.15, 0.4])
-def test_calibrated_features_are_chosen_where_only_they_reach_the_error(relative_error):
+@pytest.mark.parametrize(("relative_error", "groups"), [(0.15, 1), (0.4, 1), (0.4, 2)])
+def test_calibrated_features_are_chosen_where_only_they_reach_the_error(relative_error, groups):
     query, key, value = long_inputs()
+    query = np.repeat(query, groups, axis=2)
     options = {"relative_error": relative_error, "max_features": 64, "num_queries": 8}
     choice = choose_num_features(query, key, value, **options)
     assert choice.reached
@@ -172,8 +173,9 @@ def test_calibrated_features_are_chosen_where_only_they_reach_the_error(relative
     # Independent draws of the library's features on the half that the map was not fitted on.
     calibrated = simrf_jax.calibrate(np.float32(query[:3]), np.float32(key[:3]))
     arrays = [jnp.asarray(x[3:], jnp.float32) for x in (query, key, value)]
-    weights = special.softmax(np.einsum("btnh,bsnh->bnts", query[3:], key[3:]) / 8**0.5, axis=-1)
-    exact = jnp.asarray(np.einsum("bnts,bsnd->btnd", weights, value[3:]), jnp.float32)
+    keys, values = (np.repeat(x[3:], groups, axis=2) for x in (key, value))
+    weights = special.softmax(np.einsum("btnh,bsnh->bnts", query[3:], keys) / 8**0.5, axis=-1)
+    exact = jnp.asarray(np.einsum("bnts,bsnd->btnd", weights, values), jnp.float32)
 
     @jax.jit
     @jax.vmap
@@ -227,6 +229,14 @@ def test_the_data_are_halved_by_sequences_or_by_tokens():
     np.testing.assert_allclose(same.predicted_error, both.predicted_error, rtol=1e-6)
     unlike = choose_num_features(np.stack([0.1 * query[0], query[1]]), key, value, **options)
     assert abs(unlike.predicted_error / both.predicted_error - 1) > 0.01
+
+
+def test_features_of_grouped_queries_are_measured():
+    query, key, value = inputs(0.6, num_heads=2)
+    options = {"relative_error": 1e-6, "max_features": 2, "num_queries": 2}
+    choice = choose_num_features(query, key[:, :1], value[:, :1], **options)
+    assert not choice.reached
+    assert choice.standard_error > 0  # It was measured.
 
 
 def test_without_values_they_are_uncorrelated():

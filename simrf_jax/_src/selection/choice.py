@@ -261,7 +261,8 @@ def _measured(
     sizes = np.unique(np.minimum(np.ceil(2**exponents), max_features).astype(int))
     num_draws = max(_LEAST_DRAWS, -(-_LEAST_PROJECTIONS // len(test.heads)))
     # In the vectors the heads come before the length, and they are already scaled.
-    query, key = (np.swapaxes(x, 1, 2).astype(np.float32) for x in (fit.x, fit.y))
+    of_key_heads = fit.y[:, :: fit.num_heads // fit.num_key_heads]
+    query, key = (np.swapaxes(x, 1, 2).astype(np.float32) for x in (fit.x, of_key_heads))
     calibration = fit_calibration(query, key, scale=1.0)
     variances = test.of_each_head(calibration.variances)
     parameter = float(optimal_parameter(squared_distance, test.dim))
