@@ -477,6 +477,31 @@ def test_an_interrupted_call_continues_from_its_folder(tmp_path, monkeypatch):
     chex.assert_trees_all_equal(nnx.state(model), nnx.state(Model()))
 
 
+@pytest.mark.parametrize("num_queries", slow_but([5], [5, LENGTH]))
+def test_layers_may_have_other_numbers_of_keys_than_of_queries(num_queries):
+    model = Model()
+
+    def attend(model, x):
+        return model.lower(x[:, :num_queries], x[:, ::-2])
+
+    held_out = batches(2)
+    exact = [attend(model, x) for x in held_out]
+    report = linearize(
+        model,
+        call=attend,
+        where=lambda path, _: path == "lower",
+        num_features=(32,),
+        exact_bandwidth=(None, 1),
+        exact_keys=(2,),
+    )
+    choice = report.layers["lower"]
+    assert (choice.exact_bandwidth, choice.exact_keys) == (None, 2)
+    errors = [jnp.sum((attend(model, x) - y) ** 2) for x, y in zip(held_out, exact, strict=True)]
+    error = float(sum(errors) / sum(jnp.sum(y**2) for y in exact))
+    assert error == pytest.approx(report.output_error, rel=1e-4)
+    assert 0.5 < error / choice.relative_error < 2  # Outputs mix the heads.
+
+
 def test_refusals_leave_the_model_as_it_was():
     model = Model()
     refused = functools.partial(linearize, model)
@@ -496,18 +521,42 @@ def test_refusals_leave_the_model_as_it_was():
         refused(num_features=())
     with pytest.raises(TypeError, match="num_features must be a sequence of values to try, got 32"):
         refused(num_features=32)
+    with pytest.raises(ValueError, match=r"num_features must be even, .* got 3"):
+        refused(num_features=(4, 3))
+    with pytest.raises(TypeError, match="num_features must be an integer, got '4'"):
+        refused(num_features=("4",))
+    with pytest.raises(ValueError, match="exact_bandwidth must be at least 0, got -1"):
+        refused(exact_bandwidth=(-1,))
     with pytest.raises(ValueError, match="exact_keys must be at least 1, got 0"):
         refused(exact_keys=(0,))
+    with pytest.raises(TypeError, match=r"exact_keys, .* must be an integer, got \[0, 1\]"):
+        refused(exact_keys=([0, 1],))
+    with pytest.raises(TypeError, match=r"must be an optax\.GradientTransformation, got 0\.1"):
+        refused(num_steps=2, optimizer=0.1)
+    with pytest.raises(ValueError, match=r"progress must yield all paths it is given, got \[\]"):
+        refused(progress=lambda paths: [])
     with pytest.raises(TypeError, match=r"rngs must be an nnx.Rngs, such as nnx.Rngs\(0\), got 0"):
         adapters.RandomFeatureAttention(HEADS, DIM, 4, rngs=0)
     with pytest.raises(TypeError, match=r"must have numbers, .* got ExactKeys\(count=2, by='mass'"):
         refused(exact_keys=(simrf_jax.ExactKeys(2),))
-    with pytest.raises(TypeError, match="must be an iterable of batches"):
+    with pytest.raises(TypeError, match="held_out must be an iterable of batches"):
         refused(jnp.zeros((2, LENGTH, WIDTH)))
-    with pytest.raises(ValueError, match=r"held_out must have two sequences or more, .* got 1"):
+    with pytest.raises(
+        ValueError, match=r"held_out must have two sequences or more whose .* got 1"
+    ):
         refused([batches()[0][:1]])
     with pytest.raises(ValueError, match="held_out must have two sequences or more, got none"):
         refused([])
+    with pytest.raises(ValueError, match="more, got none with tokens"):
+        refused([batches()[0][:0]])
+    with pytest.raises(ValueError, match=r"outputs are not all zeros, .* got 0"):
+        refused([0 * batches()[0]])
+    with pytest.raises(ValueError, match="does not call the layer 'upper'; where excludes it"):
+        refused(call=lambda model, x: model.lower(x))
+    with pytest.raises(ValueError, match=r"'lower' has other numbers of keys .* got \(1,\)"):
+        refused(
+            call=lambda model, x: model.lower(x, x[:, :5]), where=lambda path, _: path == "lower"
+        )
     with pytest.raises(ValueError, match=r"take 0\.\d+ times the operations .* got 0\.01"):
         refused(budget=0.01)
     with pytest.raises(ValueError, match="held_out must be finite"):

@@ -33,6 +33,7 @@ from simrf_jax._src.projections import ProjectionLike
 Masks: TypeAlias = Literal["keys", "factored", "packed"]
 # Names of mesh axes, as users give them.
 AxisNames: TypeAlias = str | tuple[str, ...] | None
+ALL_TOKENS = 2**30  # An exact band this wide is softmax attention.
 
 
 # Fields of an adapter that are those of its attention.
@@ -311,7 +312,10 @@ def attend(mechanism: Mechanism, request: Request) -> jax.Array:
     """Returns the attention of all tokens."""
     call = request.call
     length, key_length = call.query.shape[-3], call.key.shape[-3]
-    if mechanism.in_order(call) and length != key_length:
+    # linearize records with a band of all tokens, which is in no order.
+    bandwidth = getattr(mechanism, "exact_bandwidth", None)
+    in_order = call.in_order() if bandwidth == ALL_TOKENS else mechanism.in_order(call)
+    if in_order and length != key_length:
         raise ValueError(
             "A causal adapter and one with a near field or an exact band need equal numbers of "
             "queries and keys, because the positions of both count from 0, got "

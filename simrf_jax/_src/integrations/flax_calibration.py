@@ -63,12 +63,12 @@ def adapter_map(
     return Learned.start(jnp.zeros((num_features, head_dim)), identity)
 
 
-def check_batches(batches: Any) -> None:
+def check_batches(batches: Any, name: str = "batches") -> None:
     """Raises ``TypeError`` for one batch in place of several."""
     if hasattr(batches, "shape") or isinstance(batches, Mapping | str):
         shape = f" of shape {batches.shape}" if hasattr(batches, "shape") else ""
         raise TypeError(
-            "batches must be an iterable of batches, such as [batch], got one "
+            f"{name} must be an iterable of batches, such as [batch], got one "
             f"{type(batches).__name__}{shape}."
         )
 

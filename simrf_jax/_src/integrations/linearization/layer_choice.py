@@ -199,6 +199,8 @@ class Layer:
     def costs(self, options: Iterable[Option]) -> list[tuple[Option, float]]:
         """Returns the options that this layer can take, and their costs, cheapest first."""
         calls = [seen.request.call for seen in self.test]
+        if not all(map(has_one_length, calls)):
+            options = [option for option in options if option.exact_bandwidth is None]
         if any(call.in_order() for call in calls):
             # The choice of some keys by all queries would look ahead, or into other segments.
             is_causal = all(call.is_causal for call in calls)
@@ -323,6 +325,11 @@ def operations(option: Option, call: Call) -> float:
     return float((num_exact + of_features / (dim + value_dim)) / np.sum(last + 1))
 
 
+def has_one_length(call: Call) -> bool:
+    """Returns True if there are as many keys as queries, which a band needs."""
+    return call.query.shape[-3] == call.key.shape[-3]
+
+
 def exact_operations(call: Call) -> float:
     """Returns the multiplications of exact attention in a call."""
     *batch, _, heads, dim = call.query.shape
@@ -356,7 +363,8 @@ def _measure(
     every = np.concatenate(errors)
     if len(every) < 2:
         raise ValueError(
-            f"held_out must have two sequences or more, for a standard error, got {len(every)}."
+            "held_out must have two sequences or more whose outputs are not all zeros, for a "
+            f"standard error, got {len(every)}."
         )
     if not np.isfinite(every).all():
         raise ValueError("Attention outputs of held_out must be finite, got others.")

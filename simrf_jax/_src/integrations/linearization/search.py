@@ -20,6 +20,7 @@ from simrf_jax._src.attention import ExactKeys
 from simrf_jax._src.calibration.moments import Moments
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.flax_attention import check_exact_keys
 from simrf_jax._src.integrations.flax_calibration import LOGGER
 from simrf_jax._src.integrations.flax_report import SeenCall, check_seen
 from simrf_jax._src.integrations.linearization.kept_results import KeptResults
@@ -28,6 +29,7 @@ from simrf_jax._src.integrations.linearization.layer_choice import (
     Layer,
     LayerChoice,
     Option,
+    has_one_length,
     most_operations,
     share_out,
 )
@@ -36,7 +38,6 @@ from simrf_jax._src.projections import DrawOptions
 # The calls of each layer, by its path.
 Calls: TypeAlias = Mapping[str, Sequence[SeenCall]]
 
-ALL_TOKENS = 2**30  # An exact band this wide is softmax attention.
 _CHOSEN = ("feature_map", "coupling", "norms", "decode")  # Options that the function sets itself.
 
 
@@ -100,6 +101,10 @@ class Search:
                 f"num_steps and optimizer belong together, got num_steps={self.num_steps} and "
                 f"optimizer={self.optimizer!r}."
             )
+        if self.num_steps and not hasattr(self.optimizer, "update"):
+            raise TypeError(
+                f"optimizer must be an optax.GradientTransformation, got {self.optimizer!r}."
+            )
         self._options()
         KeptResults.in_folder(self.folder)
 
@@ -142,7 +147,7 @@ class Search:
                 )
         recorded = Recorded(calibrations, _joined(calibrations, fit), _joined(calibrations, test))
         for path in calibrations:
-            self._check_order(path, (*recorded.fit[path], *recorded.test[path]))
+            self._check_calls(path, recorded.fit[path], recorded.test[path])
         return recorded
 
     def choose(
@@ -178,6 +183,8 @@ class Search:
                 tried, most[path], self.num_steps, self.optimizer, keys
             )
             _log(path, judged[path], len(judged), len(layers))
+        if judged.keys() != layers.keys():
+            raise ValueError(f"progress must yield all paths it is given, got {[*judged]}.")
         candidates = share_out(judged, exact, limit)
         costs = [one.choice.operations for one in candidates.values()]
         operations = float(np.average(costs, weights=list(exact.values())))
@@ -198,23 +205,39 @@ class Search:
                 "exact_keys must have numbers, tuples of positions or None, got "
                 f"{wrong[0]!r}; causal layers choose a number of keys by score by themselves."
             )
+        features = [checks.positive_int("num_features", one) for one in self.num_features]
+        if odd := [one for one in features if one % 2]:
+            raise ValueError(
+                f"num_features must be even, because rows of W come in pairs, got {odd[0]}."
+            )
+        bands = [
+            one if one is None else checks.integer("exact_bandwidth", one, least=0)
+            for one in self.exact_bandwidth
+        ]
         keys = [
             checks.positive_int("exact_keys", one) if isinstance(one, int | np.integer) else one
             for one in self.exact_keys
         ]
-        tried = [
-            *itertools.starmap(
-                Option, itertools.product(self.num_features, self.exact_bandwidth, keys)
-            )
-        ]
+        for one in keys:
+            check_exact_keys(one)
+        tried = [*itertools.starmap(Option, itertools.product(features, bands, keys))]
         if not tried:
             raise ValueError("num_features, exact_bandwidth and exact_keys must have a value each.")
         return tried
 
-    def _check_order(self, path: str, calls: Iterable[SeenCall]) -> None:
-        """Raises ``ValueError`` for a number of exact keys if only some calls are causal."""
+    def _check_calls(self, path: str, fit: Sequence[SeenCall], test: Sequence[SeenCall]) -> None:
+        """Raises ``ValueError`` for calls of a layer that cannot be judged, or fit no option."""
+        calls = [seen.request.call for seen in (*fit, *test)]
+        if not any(seen.request.call.query.size for seen in test):
+            raise ValueError("held_out must have two sequences or more, got none with tokens.")
+        if None not in self.exact_bandwidth and not all(map(has_one_length, calls)):
+            raise ValueError(
+                f"The layer {path!r} has other numbers of keys than of queries, so it can have no "
+                "band: exact_bandwidth must contain None, or where exclude the layer, got "
+                f"{self.exact_bandwidth!r}."
+            )
         numbers = [one.exact_keys for one in self._options() if isinstance(one.exact_keys, int)]
-        if numbers and len({seen.request.call.is_causal for seen in calls}) > 1:
+        if numbers and len({call.is_causal for call in calls}) > 1:
             raise ValueError(
                 f"The layer {path!r} is causal in some calls and not in others, which choose a "
                 "number of exact keys differently. Such layers need exact_keys that are positions "
@@ -285,6 +308,8 @@ def check_chosen(options: Mapping[str, Any]) -> None:
 def _checked(calls: Calls) -> Calls:
     """Returns the calls, each of which must have a mask that its layer can honor."""
     for path, seen in calls.items():
+        if not seen:
+            raise ValueError(f"The model does not call the layer {path!r}; where excludes it.")
         check_seen(path, seen)
     return calls
 

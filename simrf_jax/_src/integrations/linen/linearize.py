@@ -20,12 +20,7 @@ from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import flax_attention, flax_calibration
 from simrf_jax._src.integrations.flax_report import SeenCall, add_call
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
-from simrf_jax._src.integrations.linearization.search import (
-    ALL_TOKENS,
-    Report,
-    Search,
-    check_chosen,
-)
+from simrf_jax._src.integrations.linearization.search import Report, Search, check_chosen
 from simrf_jax._src.integrations.linen.adapter import apply
 from simrf_jax._src.integrations.linen.projection import boxed
 from simrf_jax._src.integrations.linen.random_features import (
@@ -86,8 +81,9 @@ def linearize(
       relative_error: The largest relative error of a layer, or None for the smallest possible.
       budget: The most multiplications of all layers together relative to those of their exact
         attention at the length of the held-out batches, or None for no limit.
-      num_features: Numbers of features of each head to try.
-      exact_bandwidth: Bandwidths to try; None stands for no band.
+      num_features: Even numbers of features of each head to try.
+      exact_bandwidth: Bandwidths to try; None stands for no band, which cross-attention with other
+        numbers of keys than of queries needs.
       exact_keys: Numbers of exact keys, or tuples of their positions, to try; None stands for none.
       num_steps: Number of steps to learn the features of an option, each on one of the batches; 0
         for calibrated features only.
@@ -138,8 +134,8 @@ def linearize(
     check_chosen(options)
     flax_attention.check_options(RandomFeatureAttention, options, where)
     check_without_sizes(RandomFeatureAttention(1, parent=None, **options))
-    for given in (batches, held_out):
-        flax_calibration.check_batches(given)
+    flax_calibration.check_batches(batches)
+    flax_calibration.check_batches(held_out, "held_out")
     checks.typed_key(key)
     search = Search(
         relative_error=relative_error,
@@ -155,7 +151,7 @@ def linearize(
     held_out = list(held_out)
     exact = jax.jit(functools.partial(call, model))
     before = [exact(variables, batch) for batch in held_out]
-    exact_options = freeze({**options, "exact_bandwidth": ALL_TOKENS})
+    exact_options = freeze({**options, "exact_bandwidth": flax_attention.ALL_TOKENS})
     recorder = with_rules(model, Rule(2, where, exact_options, _Recorder))
     recording = jax.jit(functools.partial(call, recorder, mutable=[_CALLS]))
     recorded = search.record(lambda batch: _calls(recording(variables, batch)), batches, held_out)

@@ -11,15 +11,11 @@ from typing import Any
 from flax import nnx
 
 from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.flax_attention import ALL_TOKENS
 from simrf_jax._src.integrations.flax_report import SeenCall, add_call
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
-from simrf_jax._src.integrations.linearization.search import (
-    ALL_TOKENS,
-    Report,
-    Search,
-    check_chosen,
-)
+from simrf_jax._src.integrations.linearization.search import Report, Search, check_chosen
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
 from simrf_jax._src.integrations.nnx.observers import observing
@@ -96,8 +92,9 @@ def linearize(
       relative_error: The largest relative error of a layer, or None for the smallest possible.
       budget: The most multiplications of all layers together relative to those of their exact
         attention at the length of the held-out batches, or None for no limit.
-      num_features: Numbers of features of each head to try.
-      exact_bandwidth: Bandwidths to try; None stands for no band.
+      num_features: Even numbers of features of each head to try.
+      exact_bandwidth: Bandwidths to try; None stands for no band, which cross-attention with other
+        numbers of keys than of queries needs.
       exact_keys: Numbers of exact keys, or tuples of their positions, to try; None stands for none.
       num_steps: Number of steps to learn the features of an option, each on one of the batches; 0
         for calibrated features only.
@@ -179,8 +176,8 @@ def linearize(
       https://arxiv.org/abs/2410.10254
     """
     check_chosen(options)
-    for given in (batches, held_out):
-        flax_calibration.check_batches(given)
+    flax_calibration.check_batches(batches)
+    flax_calibration.check_batches(held_out, "held_out")
     search = Search(
         relative_error=relative_error,
         budget=budget,
