@@ -8,9 +8,9 @@
 4. A training step of a ViT, with random features and with exact attention.
 
 After eight minutes (``--minutes``) no measurement begins. Rows are written as soon as they are
-known, those of checks by eights, and a second run with the same file goes on where the first one
-ended, or was stopped. What fails becomes a row with the error. The last lines are the tables of the
-file.
+known, those of checks in groups of eight, and a second run with the same file goes on where the
+first one ended, or was stopped. What fails becomes a row with the error. The last lines are the
+tables of the file.
 
 Run: python -m benchmarks.first_contact [--output first_contact.json] [--minutes 8] [--small]
 """
@@ -227,7 +227,7 @@ def run(output, size, minutes):
         with files.whole_file(output) as partial:
             partial.write_text(json.dumps(results, indent=1) + "\n")
 
-    save()
+    save()  # Fails before the first measurement if the file cannot be written.
     todo = [(name, piece) for name, piece in pieces(size) if name not in results["pieces"]]
     for group in command_line.bar(groups(todo), "groups of pieces", len(groups(todo))):
         if time.monotonic() - begin > 60 * minutes:

@@ -385,7 +385,7 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
-def above_zero(text: str) -> float:
+def positive_number(text: str) -> float:
     """Returns the number of a flag, which must be above 0."""
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"must be above 0 and finite, got {text}.")
@@ -402,8 +402,8 @@ def main() -> None:
     parser.add_argument("--model_dir", type=pathlib.Path, required=True)
     parser.add_argument("--length", type=at_least(3), default=128)
     parser.add_argument("--features", type=at_least(1), help="By default 112.")
-    parser.add_argument("--relative_error", type=above_zero)
-    parser.add_argument("--budget", type=above_zero)
+    parser.add_argument("--relative_error", type=positive_number)
+    parser.add_argument("--budget", type=positive_number)
     parser.add_argument("--steps", type=at_least(0), default=0)
     parser.add_argument("--output_steps", type=at_least(0), default=0)
     options = parser.parse_args()
@@ -424,10 +424,18 @@ def main() -> None:
         parser.error(f"--model_dir={folder} lacks {', '.join(missing)}.")
     config = EncoderConfig.of(folder / "config.json")
     if options.length > config.max_length:
-        parser.error(f"--length must be at most {config.max_length}, got {options.length}.")
+        parser.error(
+            f"--length must be at most {config.max_length}, the most tokens that the model reads, "
+            f"got {options.length}."
+        )
 
     rng, tokenizer = np.random.default_rng(0), load_tokenizer(folder / "tokenizer.json")
     texts = rng.permutation(load_texts(tokenizer, options.length))
+    if len(texts) < NUM_LEARN:  # Also NUM_FIT + NUM_TEST.
+        parser.error(
+            f"--length must leave at least {NUM_LEARN} texts, got {options.length}, which leaves "
+            f"{len(texts)}."
+        )
     model = load_model(folder / "model.safetensors", config)
     if chooses:
         code = rng.permutation(load_texts(tokenizer, options.length, sources()))[:NUM_JUDGE]

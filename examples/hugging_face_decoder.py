@@ -31,7 +31,14 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.hugging_face import above_zero, at_least, filled, load_tokenizer, pages, read_config
+from examples.hugging_face import (
+    at_least,
+    filled,
+    load_tokenizer,
+    pages,
+    positive_number,
+    read_config,
+)
 from simrf_jax import ExactKeys
 from simrf_jax.integrations.nnx import (
     RandomFeatureAttention,
@@ -438,7 +445,7 @@ def main() -> None:
     parser.add_argument("--length", type=at_least(2), default=256)
     parser.add_argument("--features", type=at_least(1), help="By default 64.")
     parser.add_argument("--seeds", type=at_least(1), help="By default 3.")
-    parser.add_argument("--relative_error", type=above_zero)
+    parser.add_argument("--relative_error", type=positive_number)
     parser.add_argument("--steps", type=at_least(0), help="By default 0.")
     options = parser.parse_args()
     chooses = options.relative_error is not None
@@ -459,18 +466,18 @@ def main() -> None:
         size = DecoderConfig.of(folder / "config.json").vocabulary_size
         if size != config.vocabulary_size:
             parser.error(
-                f"--model_dir={folder} lacks tokenizer.json, which all models need but those of "
-                f"{config.vocabulary_size} bytes, got {size} tokens."
+                f"--model_dir={folder} lacks tokenizer.json, which only models of "
+                f"{config.vocabulary_size} bytes do not need, got one of {size} tokens."
             )
     texts = Texts.load(folder, options.length)
     counts, least = tuple(map(len, texts)), (NUM_FIT, NUM_JUDGE if chooses else 0, BATCH)
     if any(count < number for count, number in zip(counts, least, strict=True)):
         parser.error(
-            f"--length must leave {least} windows to fit to, to choose and to test on, "
-            f"got {options.length}, which leaves {counts}."
+            f"--length must leave at least {least[0]} windows to fit to, {least[1]} to choose by "
+            f"and {least[2]} to test on, got {options.length}, which leaves {counts}."
         )
     if options.train_steps:
-        try:  # Before the training, which takes minutes.
+        try:  # A file, before the training, which takes minutes.
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:

@@ -34,8 +34,8 @@ def check(config: ConfigDict) -> None:
     """
     least = {"dim": 2, "multiples": 1, "num_trials": 2}
     values = config_fields.check_fields(config, FIELDS, least)
-    # |x + y| is then about 10 at most, as in kernel_mse.
-    config_fields.check_distances(values, ["scale"], most=5 / config.dim**0.5)
+    # Hardly a point is then longer than 5, and |x + y| than 10, as in kernel_mse.
+    config_fields.check_distances(values, ["scale"], most=5 / (config.dim**0.5 + 4))
 
 
 def draw_points(config: ConfigDict) -> jax.Array:

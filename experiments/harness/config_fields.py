@@ -155,7 +155,7 @@ def check_one_of(name: str, value: object, known: Iterable[str]) -> None:
 
 
 def check_names(field: str, names: Sequence[object], known: Iterable[str]) -> None:
-    """Refuses names in a field if there are none, or one is not known."""
+    """Refuses names in a field if there are none, or one is not known, by a ``UserError``."""
     known = tuple(known)
     if not names:
         raise UserError(f"config.{field} must name at least one of {', '.join(known)}, got ().")
@@ -164,13 +164,12 @@ def check_names(field: str, names: Sequence[object], known: Iterable[str]) -> No
 
 
 def check_rows(field: str, num_features: int, exact_keys: int, per_row: int, method: str) -> None:
-    """Refuses features that are no whole rows of W beside the exact keys that replace some."""
+    """Refuses features that, without those that exact keys replace, are not whole rows of W."""
     rest = num_features - exact_keys
     if rest < 1 or rest % per_row:
-        raise UserError(
-            f"config.{field} must be exact_keys={exact_keys} plus a positive multiple of {per_row} "
-            f"for {method}, got {num_features}."
-        )
+        needed = "at least 1" if per_row == 1 else f"a positive multiple of {per_row}"
+        less = f" less the {exact_keys} that exact keys replace" if exact_keys else ""
+        raise UserError(f"config.{field}{less} must be {needed} for {method}, got {num_features}.")
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
@@ -189,7 +188,8 @@ def check_training(values: Mapping[str, Any], part: str = "") -> None:
     """Refuses fields of ``train_state.make_optimizer`` that cannot train.
 
     Args:
-      values: Values of the fields, by dotted name. Without ``num_steps``, any warm-up will do.
+      values: Values of the fields, by dotted name. If they lack ``num_steps``, the warm-up may have
+        any length.
       part: Prefix of the names of these fields, such as ``"digits."``.
 
     Raises:
@@ -223,8 +223,9 @@ def check_distances(values: Mapping[str, Any], names: Iterable[str], *, most: fl
         value = values[name]
         for distance in value if isinstance(value, tuple) else (value,):
             if not isinstance(distance, float) or not 0 < distance <= most:
+                kind = "floats" if isinstance(value, tuple) else "a float"
                 raise UserError(
-                    f"config.{name} must be floats above 0 and at most {most:g}, got {value}."
+                    f"config.{name} must be {kind} above 0 and at most {most:g}, got {value}."
                 )
 
 

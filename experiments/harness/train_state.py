@@ -16,7 +16,7 @@ import simrf_jax
 from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.projections import ProjectionLike, StructuredProjection
 from simrf_jax.integrations import nnx as adapters
-from simrf_jax.integrations.nnx import Calibration, RandomProjection
+from simrf_jax.integrations.nnx import FeatureMapState, RandomProjection
 
 
 class TrainState(NamedTuple):
@@ -27,7 +27,7 @@ class TrainState(NamedTuple):
       key: Typed PRNG key of the run; every draw is a function of it, the step and a name.
       params: ``nnx.Param`` state of the model.
       projections: ``RandomProjection`` state of the model; empty without random features.
-      calibrations: ``Calibration`` state of the model; empty without calibrated features.
+      calibrations: ``FeatureMapState`` of the model; empty without calibrated features.
       opt_state: State of the optimizer.
     """
 
@@ -86,7 +86,8 @@ def init_state(
         params=jax.random.fold_in(key, PARAMS), features=jax.random.fold_in(key, PROJECTIONS)
     )
     model = make_model(rngs=rngs)
-    params, projections, calibrations = nnx.state(model, nnx.Param, RandomProjection, Calibration)
+    kinds = nnx.Param, RandomProjection, FeatureMapState
+    params, projections, calibrations = nnx.state(model, *kinds)
     step = jnp.zeros((), jnp.int32)
     return TrainState(step, key, params, projections, calibrations, optimizer.init(params))
 
@@ -132,7 +133,7 @@ def calibrate(state: TrainState, inputs: jax.Array, *, graphdef: nnx.GraphDef) -
     """
     model = nnx.merge(graphdef, *state.model)
     adapters.calibrate(model, [inputs])
-    projections, calibrations = nnx.state(model, RandomProjection, Calibration)
+    projections, calibrations = nnx.state(model, RandomProjection, FeatureMapState)
     return state._replace(projections=projections, calibrations=calibrations)
 
 

@@ -56,9 +56,9 @@ def check(config: ConfigDict) -> None:
     """
     values = config_fields.check_fields(config, FIELDS, LEAST)
     config_fields.check_names("parts", config.parts, PARTS)
-    for name in ("methods", "tuned_methods"):
-        for method in config[name]:
-            config_fields.check_one_of(f"config.{name}", method, METHODS)
+    config_fields.check_names("methods", config.methods, METHODS)
+    for method in config.tuned_methods:  # Maybe none.
+        config_fields.check_one_of("Each of config.tuned_methods", method, METHODS)
     sized = [f"{part}.num_features" for part in ("predicted_heads", "encoder", *TRAINED)]
     tuned = [f"{part}.tuned_steps" for part in TRAINED]
     config_fields.check_ascending(values, ["predicted.lengths", "kinds.lengths", *sized, *tuned])
@@ -68,7 +68,7 @@ def check(config: ConfigDict) -> None:
         config_fields.check_range(name, values[name], config_fields.above(0))
     # |x + y| is then at most 10, as in kernel_mse.
     config_fields.check_distances(values, ["predicted.lengths"], most=5.0)
-    longest = EncoderConfig().max_length
+    longest = EncoderConfig().max_length  # That of the one encoder there is.
     allowed = config_fields.Range(f"at most {longest}", lambda length: length <= longest)
     config_fields.check_range("encoder.length", config.encoder.length, allowed)
     config_fields.check_range("kinds.lengths", config.kinds.lengths[-1], allowed)

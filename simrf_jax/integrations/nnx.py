@@ -9,14 +9,14 @@ from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttenti
 from simrf_jax._src.integrations.nnx.report import attention_report
 from simrf_jax._src.integrations.nnx.swap import swap_attention
 from simrf_jax._src.integrations.nnx.variables import (
-    Calibration,
+    FeatureMapState,
     LearnedRows,
     RandomProjection,
 )
 
 __all__ = [
-    "Calibration",
     "FMMAttention",
+    "FeatureMapState",
     "LearnedRows",
     "RandomFeatureAttention",
     "RandomProjection",

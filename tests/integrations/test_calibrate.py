@@ -168,11 +168,11 @@ def test_factored_masks_say_which_queries_are_padding():
 def test_is_state_without_gradient():
     model = nnx_attention()
     nnx_adapters.calibrate(model, BATCHES)
-    before = jax.tree.map(np.array, nnx.state(model, nnx_adapters.Calibration))
+    before = jax.tree.map(np.array, nnx.state(model, nnx_adapters.FeatureMapState))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
     grads = nnx.grad(lambda model: jnp.sum(model(BATCHES[0]) ** 2))(model)
     optimizer.update(model, grads)
-    after = nnx.state(model, nnx_adapters.Calibration)
+    after = nnx.state(model, nnx_adapters.FeatureMapState)
     assert len(jax.tree.leaves(after)) == 5
     assert_trees_close(after, before, rtol=0, atol=0)
 

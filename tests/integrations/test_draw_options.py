@@ -26,6 +26,7 @@ from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.integrations.adapters import FEATURES, HEADS, WIDTH, linen_attention, nnx_attention
 from tests.integrations.adapters import tokens as draw_tokens
+from tests.tiers import slow_but
 
 DIM = WIDTH // HEADS
 FIELDS = {"coupling": "simplex", "block": "square", "rotation": "hadamard"}
@@ -258,8 +259,7 @@ MAPS_WITH_ARRAYS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MAPS_WITH_ARRAYS)
+@pytest.mark.parametrize("name", slow_but(["phases"], [*MAPS_WITH_ARRAYS]))
 def test_nnx_adapters_hold_the_arrays_of_feature_maps(name):
     def make():
         return nnx_adapter.RandomFeatureAttention(

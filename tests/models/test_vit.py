@@ -9,7 +9,7 @@ from flax import nnx
 
 from simrf_jax import redraw_projections
 from simrf_jax._src.models.config import ATTENTIONS
-from simrf_jax.integrations.nnx import Calibration, RandomProjection, calibrate
+from simrf_jax.integrations.nnx import FeatureMapState, RandomProjection, calibrate
 from simrf_jax.models import ViT, ViTConfig
 from tests.tiers import slow_but
 from tests.versions import enable_x64
@@ -259,17 +259,17 @@ def test_redraw_changes_the_output_and_not_the_parameters():
 def test_calibration_reaches_every_layer_inside_jit_too(changes):
     model = build(feature_map="calibrated", **changes)
     graphdef, state = nnx.split(model)
-    before = jax.device_get(jax.tree.leaves(nnx.state(model, Calibration)))
+    before = jax.device_get(jax.tree.leaves(nnx.state(model, FeatureMapState)))
 
     @jax.jit
     def fitted(state):
         inside = nnx.merge(graphdef, state)
         calibrate(inside, [images()])
-        return nnx.state(inside, Calibration)
+        return nnx.state(inside, FeatureMapState)
 
     inside = jax.tree.leaves(fitted(state))
     calibrate(model, [images()])
-    outside = jax.tree.leaves(nnx.state(model, Calibration))
+    outside = jax.tree.leaves(nnx.state(model, FeatureMapState))
     for one, other, plain in zip(inside, outside, before, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
         assert not np.allclose(other, plain)

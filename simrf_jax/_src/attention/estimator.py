@@ -56,9 +56,9 @@ class ExactKeys:
 
     with the means and the covariances of the queries and keys to which ``calibrate`` fitted the
     feature map. Without a fit both are standard normal, and the longest keys have the best scores.
-    Covariances are read from the tilt, so a map of ``calibrate(..., tilt=None)`` or of
-    ``fit_mixture`` finds fewer of these keys, and one with ``center=False`` hardly any: measure
-    the error, or choose by ``"mass"``.
+    The covariances are computed from the map's tilt. With a map of ``calibrate(..., tilt=None)`` or
+    ``fit_mixture``, fewer of the chosen keys are therefore among the best, and with
+    ``center=False`` hardly any: measure the error, or choose by ``"mass"``.
 
     Causal attention accepts only ``"score"``, and packed attention only if it is causal. Query t
     then sees the ``count`` best of the keys up to its own position exactly. With an exact band

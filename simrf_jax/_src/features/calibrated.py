@@ -153,8 +153,9 @@ class Calibrated(FeatureMap):
             \left(M^{-\top} (y - b_y) - \lambda_l M b_x\right)_l^2
 
         with :math:`\lambda_l` the variance of balanced queries, and of balanced keys, along axis l.
-        It is the one for which the tilt :math:`\Sigma_l` is best: that of the data for the default
-        fit, and a smaller one for the tilt of ``fit_mixture``. Without a tilt it is 1.
+        It is computed as the variance for which the tilt :math:`\Sigma_l` is optimal. For the
+        default fit this is the variance of the data, for ``fit_mixture`` it is smaller. Without a
+        tilt it is 1.
         """
         query_mean, query_matrix, key_mean, key_matrix = self._of_side("query", y.dtype)
         y = y.astype(query_mean.dtype)

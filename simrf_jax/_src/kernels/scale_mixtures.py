@@ -351,7 +351,7 @@ def _log_gamma_density(
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _matern(nu: float, square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns the Matérn kernel as a function of z^2 = 2 nu r^2, for half-integers nu."""
+    """Returns the Matérn kernel as a function of z^2 = 2 nu r^2, for nu = 1/2, 3/2 or 5/2."""
     z = _root(square)
     polynomial = {0.5: jnp.ones_like(z), 1.5: 1 + z, 2.5: 1 + z + z**2 / 3}[nu]
     return polynomial * jnp.exp(-z)
@@ -361,7 +361,8 @@ def _matern(nu: float, square: Float[Array, "*shape"]) -> Float[Array, "*shape"]
 def _jvp_of_matern(
     nu: float, primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # The root would make all derivatives 0 where z is 0; only that of nu = 1/2 does not exist.
+    # The derivatives of the root would be 0 where z is 0. That is kept for nu = 1/2, whose
+    # derivative does not exist there.
     [square], [tangent] = primals, tangents
     if nu == 0.5:
         return jax.jvp(lambda x: jnp.exp(-_root(x)), primals, tangents)
@@ -379,5 +380,5 @@ def _between(name: str, value: Any, least: float, most: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most:g}, got {value}.")
+        raise ValueError(f"{name} must be from {least} to {most:,.10g}, got {value}.")
     return float(value)

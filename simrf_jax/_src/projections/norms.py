@@ -33,7 +33,7 @@ FIXED_NORMS = ("sqrt_dim", "radau")
 _LARGEST_NORMAL = 8.5
 _NUM_NODES = 545
 _LEAST, _MOST = -60.0, 60.0  # Range of the log norm, without its chi variable.
-_NEGLIGIBLE = 90.0  # A log density this far below the largest counts as that of nothing.
+_NEGLIGIBLE = 90.0  # Scales whose log density is this far below the largest are left out.
 
 
 def check_norms(norms: Norms, coupling: Coupling, kernel: ScaleMixture) -> None:
@@ -242,8 +242,9 @@ def log_norm_of_normal(kernel: ScaleMixture, dim: int) -> CubicSpline:
     step = min(kernel.step / 8, 0.03 * dim**-0.5)
     log_roots = np.arange(_LEAST, _MOST, step)
     log_density = kernel.log_density(2 * log_roots)
-    first, *_, last = np.flatnonzero(log_density > np.max(log_density) - _NEGLIGIBLE)
-    log_roots, log_density = log_roots[first : last + 1], log_density[first : last + 1]
+    kept = np.flatnonzero(log_density > np.max(log_density) - _NEGLIGIBLE)
+    used = slice(kept[0], kept[-1] + 1)
+    log_roots, log_density = log_roots[used], log_density[used]
     shortest, longest = special.gammaincinv(dim / 2, 1e-20), special.gammainccinv(dim / 2, 1e-20)
     log_chis = np.arange(np.log(2 * shortest) / 2, np.log(2 * longest) / 2 + step, step)
     chi_density = dim * log_chis - np.exp(2 * log_chis) / 2

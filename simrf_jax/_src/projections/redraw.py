@@ -79,7 +79,7 @@ def redraw_projections(
     options: DrawOptions | None = None,
     mesh: Mesh | None = None,
 ) -> Any:
-    """Draws new values for all projections of a model in one batched call.
+    """Draws new values for all projections of a model.
 
     A projection with draw options is redrawn with these options. They are found in the attribute
     ``draw_options`` of a pytree node above the projection: a ``DrawOptions`` or, for a node that
@@ -88,7 +88,8 @@ def redraw_projections(
 
     Projection number ``h`` of leaf number ``l`` is drawn from ``fold_in(fold_in(key, l), h)``. The
     leaves are numbered in the order of ``jax.tree.leaves``. In most models a leaf is a layer, and
-    the projections in it are its heads. Keys other than threefry keys draw one after the other.
+    the projections in it are its heads. With a key that is not a threefry key
+    they are drawn one after the other.
 
     Args:
       key: A typed PRNG key; see ``redraw_key``.
@@ -153,11 +154,12 @@ def _map(
     mesh: Mesh | None,
 ) -> Any:
     """Draws once for each number, in equal parts on the devices of a mesh."""
-    draw_all: Any = jax.vmap(draw, in_axes=(None, 0, 0))
-    if jax.random.key_impl(key) != "threefry2x32":  # Under vmap, others draw from the first key.
 
-        def draw_all(key: Key[Array, ""], *numbers: Integer[Array, " n"]) -> Any:
-            return jax.lax.map(lambda each: draw(key, *each), numbers)
+    def draw_all(key: Key[Array, ""], *numbers: Integer[Array, " n"]) -> Any:
+        if jax.random.key_impl(key) == "threefry2x32":
+            return jax.vmap(draw, in_axes=(None, 0, 0))(key, *numbers)
+        # Under vmap, other kinds of keys would draw all heads from the first.
+        return jax.lax.map(lambda each: draw(key, *each), numbers)
 
     if mesh is None:
         return draw_all(key, *map(jnp.asarray, numbers))

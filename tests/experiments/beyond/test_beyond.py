@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         ({"blocks.num_features": 1}, "config.blocks.num_features must be at least 2, got 1"),
         (
             {"blocks.distance": 0.0},
-            "config.blocks.distance must be floats above 0 and at most 3",
+            "config.blocks.distance must be a float above 0 and at most 3",
         ),
         (
             {"plus.distances": (-1.0,)},

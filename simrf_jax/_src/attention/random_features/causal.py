@@ -405,7 +405,8 @@ def _attend_chunk(
         shift: Float[Array, "B C K G 1"],
         state: AttentionState,
     ) -> tuple[Float[Array, "B C K G columns"], Float[Array, "B C K G 1"], AttentionState]:
-        # Computed again: what the branch took as arguments, every step would write to memory.
+        # Computed again, because XLA on GPUs would write them to memory in every step, even if it
+        # does not take this branch.
         visibility = visible_from()
         queries = features.queries(chunk.query)
         keys, _ = features.keys(chunk.key, chunk.log_weights)

@@ -28,8 +28,8 @@ def distillation_loss(
     ``simrf_jax.distillation_loss``. Padding does not count; see ``calibrate``. Queries and keys
     have no gradient, so the gradient of the loss is zero for all parameters of the model except
     those of the features. Call ``calibrate`` first, which moves the features to where the data are.
-    Then train only the parameters of ``learned_rows``, as the example does: an optimizer that
-    decays weights would also shrink all others.
+    Then train only the parameters of ``learned_rows``, as the example does, because an optimizer
+    that decays weights would also shrink all others.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -87,7 +87,8 @@ def learned_rows(params: Mapping[str, Any]) -> Any:
     """Returns a mask: True at each parameter of learned features, False at all others.
 
     ``optax.partition({True: optax.adamw(1e-2), False: optax.set_to_zero()}, learned_rows)`` trains
-    only these parameters. ``optax.masked`` would not: it adds the gradients of all others to them.
+    only these parameters. ``optax.masked`` does not freeze the others: their gradients remain as
+    updates, which ``optax.apply_updates`` adds.
 
     Args:
       params: The collection ``params`` of a model's variables, or its gradient.

@@ -15,11 +15,10 @@ from jax.typing import DTypeLike
 from simrf_jax._src import checks
 from simrf_jax._src.attention import Mechanism
 from simrf_jax._src.features import FeatureMap, as_feature_map
-from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_attention, flax_repr
 from simrf_jax._src.integrations.flax_attention import AttentionFn, Request
 from simrf_jax._src.integrations.flax_versions import get_value, set_value
-from simrf_jax._src.integrations.nnx.variables import Calibration, FeatureMapState
+from simrf_jax._src.integrations.nnx.variables import FeatureMapState
 
 # A representation shows these attributes only if they differ from these values.
 _SWITCHES = {
@@ -166,7 +165,7 @@ class Adapter(AttentionFn, nnx.Module):
                 dtype=dtype,
             )
 
-        # Numbers in a feature map, which are no arrays, are those of all layers of a stack.
+        # Unlike arrays, numbers in a feature map have no axis for the layers of a stack.
         axes = [0 if jnp.ndim(leaf) else None for leaf in leaves]
         for _ in self.stack_shape():
             init = jax.vmap(init, in_axes=(axes,))
@@ -195,25 +194,19 @@ def as_state(maps: Any) -> Any:
     """Returns a feature map, or a tuple of them, as an attribute whose arrays are state.
 
     The arrays are copies, because a training step may donate the state, and the caller owns the
-    maps. Numbers in place of arrays stay what they are.
+    maps. Numbers in place of arrays are state only beside an array.
     """
-    if isinstance(maps, tuple) and any(map(_leaves, maps)):
+    each = maps if isinstance(maps, tuple) else (maps,)
+    # Names and functions have no leaves.
+    leaves = jax.tree.leaves([one for one in each if isinstance(one, FeatureMap)])
+    if leaves and isinstance(maps, tuple):
         maps = tuple(map(as_feature_map, maps))
-    leaves = _leaves(maps)
     if not any(hasattr(leaf, "dtype") for leaf in leaves):
         return nnx.data(maps) if leaves else maps
-    kind = Calibration if isinstance(maps, Calibrated) else FeatureMapState
-    return kind(jax.tree.map(lambda x: jnp.array(x) if hasattr(x, "dtype") else x, maps))
+    own = jax.tree.map(lambda x: jnp.array(x) if hasattr(x, "dtype") else x, maps)
+    return FeatureMapState(own)
 
 
 def in_state(maps: Any) -> Any:
     """Returns the feature maps of an attribute that ``as_state`` returned."""
     return get_value(maps) if isinstance(maps, nnx.Variable) else maps
-
-
-def _leaves(maps: Any) -> list[Any]:
-    """Returns the arrays and numbers of feature maps; names and functions have none."""
-    is_map = isinstance(maps, FeatureMap) or (
-        isinstance(maps, tuple) and all(isinstance(one, FeatureMap) for one in maps)
-    )
-    return jax.tree.leaves(maps) if is_map else []

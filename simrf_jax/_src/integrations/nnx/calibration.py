@@ -10,11 +10,13 @@ from flax import nnx
 
 from simrf_jax._src.calibration.api import check_options
 from simrf_jax._src.calibration.fit import Balance, Tilt
+from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_versions import get_value, set_value
+from simrf_jax._src.integrations.nnx.adapter import in_state
 from simrf_jax._src.integrations.nnx.observers import find_adapters, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
-from simrf_jax._src.integrations.nnx.variables import Calibration, Observer
+from simrf_jax._src.integrations.nnx.variables import Observer
 
 
 def calibrate(
@@ -43,8 +45,8 @@ def calibrate(
     as many queries as keys and no information about its queries is taken for self-attention: then
     queries at hidden keys do not count either. In cross-attention, give lengths or a factored mask.
 
-    The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
-    are not parameters. Redraws do not change the calibration.
+    The result is in ``FeatureMapState`` variables, which are part of the state and of checkpoints,
+    but are not parameters. Redraws do not change the calibration.
 
     At level INFO, the logger ``simrf_jax`` gets the number of batches every ten seconds, and how
     well each adapter is fitted: for each key head, the mean over queries and keys of the log second
@@ -84,7 +86,7 @@ def calibrate(
     adapters = find_adapters(
         model,
         "calibrate",
-        having=lambda adapter: isinstance(adapter.feature_map, Calibration),
+        having=lambda adapter: isinstance(in_state(adapter.feature_map), Calibrated),
         missing="The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
         'feature_map="calibrated" or "learned".',
     )

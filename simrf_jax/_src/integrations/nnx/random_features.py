@@ -13,6 +13,7 @@ from simrf_jax._src.attention import ExactKeys, RandomFeatureMechanism
 from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
+from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import (
     flax_attention,
@@ -23,7 +24,6 @@ from simrf_jax._src.integrations import (
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.adapter import Adapter, as_state, features_key, in_state
 from simrf_jax._src.integrations.nnx.variables import (
-    Calibration,
     LearnedMap,
     Observer,
     RandomProjection,
@@ -203,7 +203,7 @@ class RandomFeatureAttention(Adapter):
     def _keep(self, feature_map: FeatureMapLike) -> None:
         """Makes the arrays of a feature map part of the module's state."""
         if isinstance(feature_map, Learned):
-            self.learned = LearnedMap(jax.tree.map(jnp.array, feature_map))
+            self.learned = LearnedMap(jax.tree.map(jnp.array, feature_map))  # See as_state.
             feature_map = feature_map.calibration
         self.feature_map = as_state(feature_map)
 
@@ -212,8 +212,9 @@ class RandomFeatureAttention(Adapter):
 
         It is that of W or of a calibration. A layer with neither does not know its stack.
         """
-        if isinstance(self.feature_map, Calibration):
-            return get_value(self.feature_map).query_mean.shape[:-2]
+        feature_map = in_state(self.feature_map)
+        if isinstance(feature_map, Calibrated):
+            return feature_map.query_mean.shape[:-2]
         if self.projection is None:
             return ()
         rows = jax.tree.leaves(get_value(self.projection))[0]
@@ -230,9 +231,8 @@ class RandomFeatureAttention(Adapter):
         return {"num_features": rows.shape[-2], **shown, **drawn_by}
 
     def _map_name(self) -> Any:
-        if isinstance(self.feature_map, Calibration):
-            return "calibrated" if self.learned is None else "learned"
-        return flax_repr.name_of_map(in_state(self.feature_map))
+        name = flax_repr.name_of_map(in_state(self.feature_map))
+        return name if self.learned is None else "learned"
 
     def mechanism(self, num_heads: int) -> RandomFeatureMechanism:
         """Returns the attention of any number of query heads, with its arrays."""
@@ -245,7 +245,7 @@ class RandomFeatureAttention(Adapter):
 
     def _map(self) -> FeatureMapLike:
         feature_map = in_state(self.feature_map)
-        if not isinstance(self.feature_map, Calibration):
+        if not isinstance(feature_map, Calibrated):
             return feature_map
         calibration = jax.lax.stop_gradient(feature_map)
         return calibration if self.learned is None else self.learned.feature_map(calibration)

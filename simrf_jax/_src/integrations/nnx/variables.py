@@ -19,12 +19,8 @@ class RandomProjection(nnx.Variable):
     """
 
 
-class Calibration(nnx.Variable):
-    """The arrays of a calibrated feature map: state of the model, but not parameters."""
-
-
 class FeatureMapState(nnx.Variable):
-    """Feature maps whose arrays are state of the model, but not parameters."""
+    """The arrays of feature maps, such as calibrated ones: state of the model, not parameters."""
 
 
 class LearnedRows(nnx.Param):
