@@ -19,6 +19,7 @@ from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
 from tests.standard_errors import assert_mean
 from tests.tiers import slow_but
+from tests.versions import enable_x64
 
 LENGTH, COUNT = 30, 4
 GROUPED = {"heads": 4, "key_heads": 2}
@@ -102,6 +103,18 @@ def test_positions_beyond_the_keys_are_not_wrapped(positions):
     np.testing.assert_array_equal(
         out, random_feature_attention(q, k, v, projection(), exact_keys=[LENGTH])
     )
+
+
+@pytest.mark.parametrize("keys", slow_but([2], [2, (0, 2)]))
+def test_float32_in_x64_mode_without_promotion(keys):
+    q, k, v = inputs(LENGTH)
+    w = projection()
+    expected = random_feature_attention(q, k, v, w, exact_keys=keys)
+    with enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        out = random_feature_attention(q, k, v, w, exact_keys=keys)
+        simrf_jax.attention_report(q, k, w, exact_keys=keys, exact_bandwidth=1)
+    assert out.dtype == jnp.float32
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_hidden_keys_are_not_chosen():

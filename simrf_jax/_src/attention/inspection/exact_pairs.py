@@ -67,8 +67,8 @@ class ExactPairs(NamedTuple):
           TypeError: If keys are kept by score, but there are no ranks.
         """
         *batch, heads, length, key_length = estimated.shape
-        place = jnp.arange(key_length)
-        near = jnp.abs(jnp.arange(length)[:, None] - place[None]) <= self.bandwidth
+        place = jnp.arange(key_length, dtype=jnp.int32)
+        near = jnp.abs(jnp.arange(length, dtype=jnp.int32)[:, None] - place[None]) <= self.bandwidth
         positions = jnp.where(self.positions < 0, self.positions + key_length, self.positions)
         near |= jnp.any(place[:, None] == positions[None], axis=-1)[None]
         weights = jnp.where(counts[..., None, :, None], _softmax(estimated), 0)

@@ -74,7 +74,7 @@ class SharedKeys(NamedTuple):
 
     def among(self, keys: Float[Array, "B S K H"]) -> Bool[Array, "B S K"]:
         """Returns ``[B, S, K]``, True at the positions of these keys among all keys."""
-        positions = jnp.arange(keys.shape[1])[None, :, None, None]
+        positions = jnp.arange(keys.shape[1], dtype=jnp.int32)[None, :, None, None]
         return jnp.any(self.position[:, None] == positions, axis=2)
 
     def logits(self, query: Float[Array, "B T K G H"]) -> Float[Array, "B T K G g"]:
@@ -123,7 +123,7 @@ class SharedKeys(NamedTuple):
         """
         query, segments = inputs.query, inputs.segments
         position = jnp.moveaxis(self.position, 1, -1)[:, None]  # [B, 1, K, g].
-        own = jnp.arange(query.shape[1])[None, :, None, None]
+        own = jnp.arange(query.shape[1], dtype=jnp.int32)[None, :, None, None]
         sees = position <= own if is_causal else jnp.ones_like(position + own, bool)
         if bandwidth is not None:
             sees &= jnp.abs(position - own) > bandwidth
