@@ -12,7 +12,7 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.mark.parametrize("dim", [1, 2, 64, 1024])
-@pytest.mark.parametrize("v", [1e-6, 1e-3, 0.1, 1.0, 5.0, 5.7, 100.0])
+@pytest.mark.parametrize("v", [1e-6, 1e-3, 0.1, 1.0, 5.0, 5.7, 100.0, 1e80, 9e153])
 def test_closed_form_in_arbitrary_precision(v, dim):
     with mp.workdps(60):
         phi = mpf(v) ** 2 / dim

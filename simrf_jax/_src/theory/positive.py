@@ -86,10 +86,11 @@ def optimal_parameter(
     """
     dim = checks.positive_int("dim", dim)
     phi = arguments.norms("mean_squared_distance", mean_squared_distance) / dim
-    root = np.sqrt((2 * phi + 1) ** 2 + 8 * phi)
-    # Each form avoids cancellation on its side.
+    half_root = np.hypot(phi + 0.5, np.sqrt(2) * np.sqrt(phi))
+    # Each form avoids cancellation on its side, and neither overflows.
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(phi < 0.5, -phi / (1 - 2 * phi + root), (1 - 2 * phi - root) / 16)[()]
+        small, large = -phi / 2 / (0.5 - phi + half_root), (0.5 - phi) / 8 - half_root / 8
+    return np.where(phi < 0.5, small, large)[()]
 
 
 def relative_bias(
