@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 from mpmath import mp
@@ -5,7 +7,7 @@ from scipy import special
 
 from simrf_jax._src.theory.harmonics import gegenbauer, mean_coefficients, radial_coefficients
 from simrf_jax._src.theory.quadrature import chi_rule
-from simrf_jax.theory import estimate_covariance, mse_ratio
+from simrf_jax.theory import estimate_covariance, kernel_mse, mse_ratio, optimal_parameter
 from tests.standard_errors import assert_mean
 from tests.theory import draws
 
@@ -90,6 +92,55 @@ def test_the_diagonal_is_the_error_of_the_kernel(dim, num_features, coupling, no
     expected = mse_ratio(v, num_features, dim, **options) * np.expm1(v**2) / num_features
     np.testing.assert_allclose(np.diag(got), expected, rtol=1e-8)
     np.testing.assert_allclose(got, got.T, rtol=1e-12)
+
+
+FAR = [
+    (3, "chi", 20.0, 0.0),
+    (3, "shared", 20.0, 0.0),
+    (3, "antithetic", 20.0, 0.0),
+    (3, "radau", 20.0, 0.0),
+    (8, "shared", 0.5, 0.12),
+    (64, "shared", 0.5, 0.11),
+    (64, "shared", 1.0, -10.0),
+    (64, "antithetic", 1.0, -10.0),
+    (2, "shared", 40.0, "optimal"),
+    (2, "antithetic", 40.0, "optimal"),
+]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("dim", "norms", "v", "parameter"), FAR)
+def test_the_diagonal_far_away_and_at_extreme_parameters(dim, norms, v, parameter):
+    if parameter == "optimal":
+        parameter = float(optimal_parameter(v**2, dim))
+    sums = np.zeros((2, dim))
+    sums[0, 0], sums[1, 1] = v, v / 2
+    options = {"coupling": "simplex", "norms": norms, "parameter": parameter}
+    got = estimate_covariance(sums, 2 * dim + 2, **options)
+    expected = kernel_mse(sums, 0 * sums, 2 * dim + 2, **options, kernel="softmax", log=True)
+    np.testing.assert_allclose(np.log(np.diag(got)), expected, rtol=1e-12, atol=1e-11)
+    assert np.all(np.isfinite(got))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("v", "parameter"), [(0.7, 0.12), (12.0, 0.0), (12.0, -10.0)])
+def test_shared_norms_in_two_dimensions(v, parameter):
+    # All rows are w turned by multiples of 120 degrees, so E f f' is a Gaussian integral over w.
+    sums = np.array([[v, 0.0], [0.1, v]])
+    with mp.workdps(200):
+        a = mp.mpf(parameter)
+        rho, tilt = 1 / (1 - 8 * a), 1 - 4 * a
+        expected = mp.matrix(2, 2)
+        for i, j, turn in itertools.product(range(2), range(2), range(3)):
+            cosine, sine = mp.cos(2 * mp.pi * turn / 3), mp.sin(2 * mp.pi * turn / 3)
+            (x, y), (p, q) = (map(mp.mpf, map(float, sums[k])) for k in (i, j))
+            square = (x + cosine * p + sine * q) ** 2 + (y - sine * p + cosine * q) ** 2
+            lengths = x**2 + y**2 + p**2 + q**2
+            expected[i, j] += tilt**2 * rho * mp.exp(tilt * rho * square / 2 - lengths / 2) - 1
+        expected = np.array((expected / 3).tolist(), float)
+    got = estimate_covariance(sums, 3, coupling="simplex", norms="shared", parameter=parameter)
+    scale = np.sqrt(np.outer(np.diag(expected), np.diag(expected)))
+    np.testing.assert_allclose(got / scale, expected / scale, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize(("coupling", "norms"), LAWS)
