@@ -5,6 +5,7 @@ import functools
 import numpy as np
 import pytest
 from mpmath import mp, mpf
+from scipy import integrate, special, stats
 
 from simrf_jax.theory import (
     kernel_mse,
@@ -190,6 +191,69 @@ def test_a_single_row_decides_far_away(features, coupling, norms, parameter):
     # At this distance the estimate of one row is not correlated with those of others.
     expected = dim * np.log((1 + rho) / (2 * rho**0.5)) + rho * v**2 - np.log(num_entries)
     np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("coupling", "norms"), LAWS)
+@pytest.mark.parametrize("features", ["positive", "hyperbolic"])
+def test_ratios_very_far_away(features, coupling, norms):
+    options = {"coupling": coupling, "norms": norms, "features": features}
+    v, parameter = np.array([60.0, 1e3, 1e5, 1e100, np.inf]), -1e-12
+    got = mse_ratio(v, 6, 3, **options, parameter=parameter)
+    rho = 1 / (1 - 8 * parameter)
+    growth = np.exp(8 * parameter * rho * v**2) * ((1 + rho) / (2 * rho**0.5)) ** 3
+    np.testing.assert_allclose(got, mse_ratio(v, 6, 3, **options) * growth, rtol=2e-15)
+    both = mse_ratio(np.inf, 6, 3, **options, parameter=[0.1, 0])
+    np.testing.assert_array_equal(both, [np.inf, mse_ratio(np.inf, 6, 3, **options)])
+
+
+@functools.cache
+def antithetic_product_by_simpson(t, parameter, dim, cosine):
+    """Returns E f f' for rows of antithetic norms by Simpson's rule, for A < 0."""
+    tilt = 1 - 4 * parameter
+    start = np.sqrt(2 * special.gammaincinv(dim / 2, 0.5))
+    end = max(start, np.sqrt((dim + t) / tilt)) + 14 / np.sqrt(tilt)
+    a = np.linspace(start, end, 40_001)
+    other = stats.chi.isf(stats.chi.cdf(a, dim), dim)
+    z = np.sqrt(tilt * t * np.maximum(a**2 + other**2 + 2 * cosine * a * other, 1e-20))
+    order = dim / 2 - 1
+    log_bessel = np.log(special.ive(order, z)) + z - order * np.log(z / 2)
+    log_rest = dim * np.log(tilt) + 2 * parameter * (a**2 + other**2) - t + stats.chi.logpdf(a, dim)
+    return 2 * special.gamma(dim / 2) * integrate.simpson(np.exp(log_bessel + log_rest), x=a)
+
+
+@pytest.mark.parametrize(("norms", "factor"), [("chi", 1.0), ("antithetic", 1.3)])
+def test_parallel_rows_of_hyperbolic_features_far_away(norms, factor):
+    # Two rows of a simplex are antiparallel, so that features of w and -w' stay correlated.
+    dim, t = 3, 1000.0
+    parameter = factor * float(optimal_parameter(t, dim))
+    row = float(mean_product(t, parameter, dim, (1, 1), "equal"))
+    if norms == "chi":
+        pair = float(mean_product(t, parameter, dim, (1, 1), "independent"))
+    else:
+        pair = antithetic_product_by_simpson(t, parameter, dim, 1.0)
+    assert pair > 0.01 * row
+    options = {"coupling": "simplex", "norms": norms, "features": "hyperbolic"}
+    x = np.sqrt(t) * np.eye(dim)[0]
+    got = kernel_mse(x, 0 * x, 2, **options, parameter=parameter, kernel="softmax")
+    # The products of antiparallel features are e^-500.
+    np.testing.assert_allclose(got, (row + pair - 4) / 4, rtol=1e-11)
+
+
+@pytest.mark.fast
+def test_the_logarithm_at_small_distances_and_extreme_parameters():
+    x = np.eye(1024)[:1] * 0.5
+    parameter, rho = -1000.0, 1 / 8001
+    got = kernel_mse(x, 0 * x, 8, coupling="iid", parameter=parameter, kernel="softmax", log=True)
+    expected = 1024 * np.log((1 + rho) / (2 * rho**0.5)) + rho / 4 - np.log(8)
+    np.testing.assert_allclose(got, expected, rtol=1e-13)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("norms", ["sqrt_dim", "radau"])
+def test_ratios_of_fixed_norms_at_zero_and_infinity(norms):
+    near, zero, far = mse_ratio([1e-4, 0.0, np.inf], 6, 3, coupling="orthogonal", norms=norms)
+    np.testing.assert_allclose([zero, far], [near, 0], rtol=1e-6)
 
 
 def exact_fixed(v, num_features, dim, coupling, norms):

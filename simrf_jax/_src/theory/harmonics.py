@@ -44,8 +44,8 @@ from simrf_jax._src.projections.norms import squared_norm
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import ClosedFormCoupling
 from simrf_jax._src.theory.pairs import NormRelation, Pairs, coupled_rows
-from simrf_jax._src.theory.positive import bias, excess_of_rho, largest_norm, log_inflation
-from simrf_jax._src.theory.quadrature import Nodes, Vector, antithetic_rule, log_hyp0f1
+from simrf_jax._src.theory.positive import bias, excess_of_rho, log_inflation, rule_of_features
+from simrf_jax._src.theory.quadrature import Nodes, Vector, log_hyp0f1
 
 Radial: TypeAlias = Float64[np.ndarray, "orders nodes n"]  # For each degree, norm and distance.
 _PANELS = 16  # Panels of the quadrature over antithetic norms, which keep 10 digits.
@@ -170,8 +170,8 @@ class RowCovariances:
         distances = np.sqrt(self._squares)
         parameter = float(self._parameters[0])
         if relation == "antithetic":
-            peak = largest_norm(np.max(self._squares, initial=0.0), parameter, self.dim)
-            *both, log_weights = antithetic_rule(self.dim, peak, _PANELS)
+            largest = np.max(self._squares, initial=0.0)
+            *both, log_weights = rule_of_features(largest, parameter, self.dim, _PANELS)
             options = (distances, self.dim, parameter, self.degrees, log_weights / 2)
             values, others = (radial_coefficients(norms, *options) for norms in both)
             products = np.swapaxes(values, 1, 2) @ others

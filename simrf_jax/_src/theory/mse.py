@@ -156,9 +156,10 @@ def kernel_mse(
             log_ratio = np.log(_ratio_to_iid(t, rows, features, mixture))
             log_mse = log_scale + log_gaps - np.log(rows.num_rows) + log_ratio
         else:
-            squares = np.sum((x - y) ** 2, axis=-1)
-            log_kernel = dots if kernel == "softmax" else -squares / 2
-            log_mse = 2 * log_kernel + log_relative_mse(t, parameter, rows, features)
+            # The factor K^2 is e^(2 x . y), or e^(4 x . y - t) for the Gaussian kernel.
+            growth = 0 if kernel == "softmax" else 1
+            log_mse = log_relative_mse(t, parameter, rows, features, growth)
+            log_mse += 2 * (1 + growth) * dots
         return log_mse[()] if log else np.exp(log_mse)[()]
 
 
@@ -238,8 +239,10 @@ def mse_ratio(
             ratio /= _ratio_to_iid(t, reference, features, mixture)
         return ratio[()]
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        log_ratio = log_relative_mse(t, parameter, rows, features)
-        log_ratio -= log_relative_mse(t, np.zeros(()), reference, features)
+        if rows.norms in FIXED_NORMS:  # At a distance of 0 this gives the limit.
+            t = np.maximum(t, 1e-100)
+        log_ratio = log_relative_mse(t, parameter, rows, features, growth=1)
+        log_ratio -= log_relative_mse(t, np.zeros(()), reference, features, growth=1)
         return np.exp(log_ratio)[()]
 
 

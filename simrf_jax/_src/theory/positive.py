@@ -17,6 +17,20 @@ row. Two rows with a common norm, at an angle of cosine c, have
 
 At c = 1 this is the second moment of one row, :math:`S(A) = (\dots)^d e^{\rho v^2}`.
 
+Far away, two rows at an angle of cosine c < 1 are not correlated, whatever the joint law of their
+norms. Let :math:`h(y) = E e^{a y}`, and :math:`\kappa^2 = 2 (1 + \rho) v^2 \ge 2 v^2`. By the
+inequality of Cauchy and Schwarz over the norms, and by :math:`a y \le \sigma y_+^2 / 2 + a^2 / (2
+\sigma)` for any :math:`\sigma > 1`,
+
+.. math::
+    \frac{E f f'}{S(A)} \le e^{-\kappa^2/2} E \sqrt{h(\kappa s_1) h(\kappa s_1')}
+    \le \Big(1 - \frac1\sigma\Big)^{-d/2} \exp\Big(-\frac{\kappa^2}{2}
+    \Big(1 - \sigma \frac{1 + \max(c, 0)}{2}\Big)\Big),
+
+where :math:`s_1` and :math:`s_1'` are coordinates of the two directions. No pair of rows has a
+cosine between 1/2 and 1. With :math:`\sigma = 1.2`, all pairs therefore add at most
+:math:`e^{-40}` to S(A) from :math:`v^2 = 500 + 9 d` on.
+
 Rows with the fixed norm :math:`\sqrt d` (``norms="sqrt_dim"``) estimate another kernel. The
 Gauss-Radau rule (``norms="radau"``) has rows of the norm :math:`\sqrt{d + 2}` with the total weight
 :math:`w = d / (d + 2)`, and one row of zeros with the weight 1 - w. It integrates the norm's powers
@@ -42,10 +56,18 @@ from simrf_jax._src.projections.norms import squared_norm
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import Features, Numbers
 from simrf_jax._src.theory.pairs import Pairs, Rows
-from simrf_jax._src.theory.quadrature import Nodes, Vector, antithetic_rule, log_hyp0f1
-from simrf_jax._src.theory.series import log_series, positive_series, without_rounding
+from simrf_jax._src.theory.quadrature import PANELS, Nodes, Vector, antithetic_rule, log_hyp0f1
+from simrf_jax._src.theory.series import (
+    log_parallel_asymptote,
+    log_series,
+    positive_series,
+    without_rounding,
+)
 
+_FAR = 1e100  # Antithetic norms have no effect on errors beyond this t.
 _SMALL = 1.0  # Below this t = v^2 the error is a sum of small terms, and above it a difference.
+_LARGE_INFLATION = 100.0  # From this logarithm on, a difference keeps all digits at small t, too.
+_HUGE = 1e300  # Fixed norms are at their limit from this t on, where products with t may overflow.
 _DEGREES = 40  # With fixed norms, terms beyond this degree are below 1e-30 for t <= 1.
 
 
@@ -133,25 +155,33 @@ def log_relative_mse(
     parameter: Float64[np.ndarray, "*#shape"],
     rows: Rows,
     features: Features,
+    growth: int,
 ) -> Float64[np.ndarray, "*shape"]:
-    """Returns the log of E(K_hat / K - 1)^2 for positive or hyperbolic features.
+    """Returns the log of e^(-growth t) E(K_hat / K - 1)^2 for positive or hyperbolic features.
 
     Args:
       t: Squared norms v^2.
       parameter: Parameter A of the features, 0 for plain features and for fixed norms.
       rows: Rows of the projection.
       features: Feature map.
+      growth: 0, or 1 for a result that hardly grows with t far away, so that ratios keep their
+        digits. Infinite t then count as the largest float64.
     """
     rows = rows.with_antipodes() if features == "hyperbolic" else rows
     t, parameter = np.broadcast_arrays(t, parameter)
-    log_variance = np.full(t.shape, np.nan)
-    log_variance[np.isposinf(t)] = -np.inf if rows.norms in FIXED_NORMS else np.inf
-    small, large = t < _SMALL, (t >= _SMALL) & np.isfinite(t)
+    t = np.minimum(t, np.finfo(np.float64).max) if growth else t
+    largest, limit = (_HUGE, -np.inf) if rows.norms in FIXED_NORMS else (np.inf, np.inf)
+    log_variance = np.where(t >= largest, limit, np.nan)
+    small = (t < _SMALL) & (log_inflation(parameter, rows.dim) < _LARGE_INFLATION)
+    large = ~small & (t < largest)
     with np.errstate(divide="ignore"):
-        log_variance[small] = np.log(_sum_of_terms(t[small], parameter[small], rows))
-        log_variance[large] = _log_difference(t[large], parameter[large], rows)
+        terms = _sum_of_terms(t[small], parameter[small], rows)
+        log_variance[small] = np.log(terms) - growth * t[small]
+        log_variance[large] = _log_difference(t[large], parameter[large], rows, growth)
         log_variance += 2 * np.log(rows.weight) - np.log(rows.num_rows)
         log_squared_bias = 2 * np.log(np.abs(bias(t, rows.dim, rows.norms)))
+    if growth:
+        log_squared_bias -= growth * t
     return np.asarray(np.logaddexp(log_variance, log_squared_bias))
 
 
@@ -185,29 +215,40 @@ def _sum_of_terms_of_fixed_norms(t: Vector, rows: Rows) -> Vector:
     return np.exp(-t) * (t[:, None] ** k @ coefficients)
 
 
-def _log_difference(t: Vector, parameter: Vector, rows: Rows) -> Vector:
-    """Returns the log of m times the variance from the second moments of rows and pairs."""
-    logs = [np.log(pair.weight) + _log_moment(pair, t, parameter, rows) for pair in rows.kinds]
+def _log_difference(t: Vector, parameter: Vector, rows: Rows, growth: int) -> Vector:
+    """Returns the log of m e^(-growth t) times the variance from moments of rows and pairs."""
+    logs = [
+        np.log(pair.weight) + _log_moment(pair, t, parameter, rows, growth) for pair in rows.kinds
+    ]
     log_moments = special.logsumexp(logs, axis=0)
-    log_means = np.log(sum(pair.weight for pair in rows.kinds))
+    log_means = np.log(sum(pair.weight for pair in rows.kinds)) - growth * t
     if rows.norms in FIXED_NORMS:
         log_means += 2 * log_hyp0f1(rows.dim / 2, squared_norm(rows.norms, rows.dim) * t / 4) - t
     # If the variance is 0, as for one norm in one dimension, rounding must not make it negative.
     return log_moments + np.log(-np.expm1(np.minimum(log_means - log_moments, 0)))
 
 
-def _log_moment(pair: Pairs, t: Vector, parameter: Vector, rows: Rows) -> Vector:
-    """Returns the log of E f f' for the two rows of a pair."""
+def _log_moment(pair: Pairs, t: Vector, parameter: Vector, rows: Rows, growth: int) -> Vector:
+    """Returns the log of e^(-growth t) E f f' for the two rows of a pair."""
     dim, cosine = rows.dim, pair.cosine
     if rows.norms in FIXED_NORMS:
         square = squared_norm(rows.norms, dim)
-        return log_hyp0f1(dim / 2, square * t * (1 + cosine) / 2) - t
-    if pair.norms == "independent":
-        return log_series(t, dim, cosine) - t
+        return log_hyp0f1(dim / 2, square * t * (1 + cosine) / 2) - (1 + growth) * t
     if pair.norms == "equal":
-        return cosine * t + _exponent_of_change(t, parameter, dim, cosine)
-    cases = zip(t, parameter, strict=True)
-    return np.array([_log_antithetic_moment(*case, dim, cosine) for case in cases])
+        slope = cosine - growth + excess_of_rho(parameter) * (1 + cosine) / 2
+        return slope * t + log_inflation(parameter, dim)
+    # Pairs at an angle are negligible beyond this t, as shown at the top.
+    near, result = t < 500 + 9 * dim, np.full_like(t, -np.inf)
+    if pair.norms == "independent":
+        result[near] = log_series(t[near], dim, cosine) - (1 + growth) * t[near]
+        if cosine == 1:
+            result[~near] = log_parallel_asymptote(t[~near], dim) - growth * t[~near]
+        return result
+    near |= cosine == 1
+    cases = zip(np.minimum(t[near], _FAR), parameter[near], strict=True)
+    moments = [_log_antithetic_moment(*case, dim, cosine) for case in cases]
+    result[near] = np.array(moments) - growth * t[near]
+    return result
 
 
 def _exponent_of_change(t: Vector, parameter: Vector, dim: int, cosine: float) -> Vector:
@@ -238,8 +279,7 @@ def bias(t: Float64[np.ndarray, "*shape"], dim: int, norms: Norms) -> Float64[np
         log_mean = log_hyp0f1(dim / 2, square * t / 4) - t / 2
         return weight * np.expm1(log_mean) + (1 - weight) * np.expm1(-t / 2)
 
-    is_large = (t >= _SMALL) & np.isfinite(t)
-    conditions = [t < _SMALL, is_large, np.isposinf(t)]
+    conditions = [t < _SMALL, (t >= _SMALL) & (t < _HUGE), t >= _HUGE]
     return np.piecewise(t, conditions, [series, difference, -1.0, np.nan])
 
 
@@ -255,14 +295,14 @@ def log_inflation(parameter: Numbers | float, dim: int) -> Numbers:
 
 def _log_antithetic_moment(t: float, parameter: float, dim: int, cosine: float) -> float:
     """Returns the log of E f f' for two rows with F(a) + F(a') = 1."""
-    norms, others, log_weights = antithetic_rule(dim, largest_norm(t, parameter, dim))
+    norms, others, log_weights = rule_of_features(t, parameter, dim)
     log_products = _log_product(t, parameter, dim, cosine, norms, others)
     return special.logsumexp(log_products + log_weights)
 
 
 def _antithetic_change(t: float, parameter: float, dim: int, cosine: float) -> float:
     """Returns E f f' for two rows with F(a) + F(a') = 1, minus its value at A = 0."""
-    norms, others, log_weights = antithetic_rule(dim, largest_norm(t, parameter, dim))
+    norms, others, log_weights = rule_of_features(t, parameter, dim)
     with_tilt = np.expm1(_log_product(t, parameter, dim, cosine, norms, others))
     without = np.expm1(_log_product(t, 0.0, dim, cosine, norms, others))
     return np.exp(log_weights) @ (with_tilt - without)
@@ -278,6 +318,17 @@ def _log_product(
     return log_weights + log_hyp0f1(dim / 2, (1 - 4 * parameter) * t * squared_resultants / 4) - t
 
 
-def largest_norm(t: float, parameter: float, dim: int) -> float:
-    """Returns a norm beyond which integrands over norms fall at v^2 = t."""
-    return dim**0.5 + np.sqrt(t / min(1.0, 1 - 4 * parameter))
+def rule_of_features(
+    t: float, parameter: float, dim: int, panels: int = PANELS
+) -> tuple[Nodes, Nodes, Nodes]:
+    """Returns the ``antithetic_rule`` for features at v^2 = t and at parameter A.
+
+    Args:
+      t: Squared norm v^2.
+      parameter: Parameter A of the features.
+      dim: Dimension d.
+      panels: Number of panels of 20 nodes.
+    """
+    tilt = 1 - 4 * parameter
+    peak = dim**0.5 + float(np.sqrt(t / min(1.0, tilt)))
+    return antithetic_rule(dim, peak, panels, width=max(1.0, tilt) ** -0.5)

@@ -18,7 +18,7 @@ Rule: TypeAlias = tuple[Nodes, Nodes]
 _CHUNK = 2**18  # Largest size of a temporary array, which then takes 2 MiB.
 _MAX_LOG = 600.0  # The power series of 0F1 is used below this logarithm, because e^600 is finite.
 _ANGLES = 256  # Nodes of the rule over phi.
-_NORMS, _PANELS = 20, 48  # Gauss-Legendre nodes of the rules over norms in each of equal panels.
+_NORMS, PANELS = 20, 48  # Gauss-Legendre nodes of the rules over norms in each of equal panels.
 _SPREAD = 10.0  # Beyond the peak plus this, integrands are below 1e-20 of their maximum.
 
 
@@ -48,7 +48,9 @@ def phi_rule(dim: int) -> Rule:
 
 
 @functools.lru_cache(maxsize=64)
-def chi_rule(dim: int, peak: float, panels: int = _PANELS, start: float = 0.0) -> Rule:
+def chi_rule(
+    dim: int, peak: float, panels: int = PANELS, start: float = 0.0, width: float = 1.0
+) -> Rule:
     r"""Returns a quadrature rule for averages over the chi law of a norm.
 
     Args:
@@ -56,20 +58,28 @@ def chi_rule(dim: int, peak: float, panels: int = _PANELS, start: float = 0.0) -
       peak: Largest norm at which an integrand has its maximum.
       panels: Number of panels of 20 nodes.
       start: Least norm; smaller norms are ignored.
+      width: Factor below 1 by which the peak of integrands and the range around it are smaller. If
+        it is small, the rest of the law of the norms has as many panels of its own.
 
     Returns:
       The norms, and the logarithms of the weights, which add up to 1.
     """
     roots, weights = np.polynomial.legendre.leggauss(_NORMS)
-    edges = np.linspace(start, max(peak, dim**0.5) + _SPREAD, panels + 1)
-    half = (edges[1] - edges[0]) / 2
-    norms = (edges[:-1, None] + half * (1 + roots)).ravel()
+    ranges = [(start, max(peak, dim**0.5) + _SPREAD)]
+    near, far = max(width * peak, start) + width * _SPREAD, dim**0.5 + _SPREAD
+    if near < ranges[0][1] / 2:
+        ranges = [(a, b) for a, b in ((start, near), (near, far)) if a < b]
+    edges = [np.linspace(a, b, panels, endpoint=False) for a, b in ranges]
+    halves = np.repeat([(e[1] - e[0]) / 2 for e in edges], panels)[:, None]
+    norms = (np.concatenate(edges)[:, None] + halves * (1 + roots)).ravel()
     log_density = (dim - 1) * np.log(norms) - norms**2 / 2
-    log_weights = np.tile(np.log(weights), panels) + log_density
+    log_weights = (np.log(halves / halves[0]) + np.log(weights)).ravel() + log_density
     return norms, log_weights - special.logsumexp(log_weights)
 
 
-def antithetic_rule(dim: int, peak: float, panels: int = _PANELS) -> tuple[Nodes, Nodes, Nodes]:
+def antithetic_rule(
+    dim: int, peak: float, panels: int = PANELS, width: float = 1.0
+) -> tuple[Nodes, Nodes, Nodes]:
     """Returns a rule for averages over pairs of norms a and a' with F(a) + F(a') = 1.
 
     F is the chi distribution function. The averaged functions must be symmetric in a and a'.
@@ -78,12 +88,13 @@ def antithetic_rule(dim: int, peak: float, panels: int = _PANELS) -> tuple[Nodes
       dim: Dimension d.
       peak: Largest norm at which an integrand has its maximum.
       panels: Number of panels of 20 nodes.
+      width: Width of integrands; see ``chi_rule``.
 
     Returns:
       The larger norms, the smaller norms, and the logarithms of the weights, which add up to 1.
     """
     median = float(np.sqrt(2 * special.gammaincinv(dim / 2, 0.5)))
-    norms, log_weights = chi_rule(dim, peak, panels, median)
+    norms, log_weights = chi_rule(dim, peak, panels, median, width)
     others = np.sqrt(2 * special.gammaincinv(dim / 2, special.gammaincc(dim / 2, norms**2 / 2)))
     return norms, others, log_weights
 

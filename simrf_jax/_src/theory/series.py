@@ -54,6 +54,7 @@ _ROUNDING = 1e-14  # Ratios of single degrees are 0, or at least about 1 / d^2.
 # The series of trigonometric features is used below this t = z^2, and the direct difference above
 # it. Both keep 13 digits for several units around it.
 SERIES_BELOW = 2.25
+_HERMITE = 40  # Nodes of the Gauss-Hermite rule.
 _TAIL_FROM = 90.0  # The asymptotic series of kummer is used from this y on.
 
 
@@ -74,6 +75,37 @@ def log_series(t: Vector, dim: int, cosine: float) -> Vector:
     # The sum omits its leading 1, which would absorb the digits of a small log rho.
     with np.errstate(divide="ignore"):
         return np.logaddexp(0, log_powers(np.log(t), k, log_coefficients))
+
+
+def log_parallel_asymptote(t: Vector, dim: int) -> Vector:
+    r"""Returns the logarithm of :math:`e^{-t} \rho_1(t)` for large t.
+
+    With :math:`n = d / 2` and :math:`w = v \cos(\tfrac\phi2 + \tfrac\pi4)`, it is the integral
+
+    .. math::
+        \frac{2}{v B(n, \frac12)} \int e^{-w^2} \Big(1 - \frac{2 w^2}{t}\Big)^{d-1}
+        \Big(1 - \frac{w^2}{t}\Big)^{-1/2} {}_1F_1(-n; n; w^2 - t)\, dw
+
+    by Gauss-Hermite quadrature, with the asymptotic series of :math:`{}_1F_1` (DLMF 13.7.2), which
+    ends. The omitted parts are below :math:`e^{-t/2}`.
+
+    Args:
+      t: Squared norms v^2, at least 500 + 9 d.
+      dim: Dimension d.
+    """
+    n = dim / 2
+    roots, weights = np.polynomial.hermite.hermgauss(_HERMITE)
+
+    def log_integral(t: Vector) -> Vector:
+        x = roots**2 / t[:, None]
+        y = t[:, None] * (1 - x)
+        series = sum_by_ratios(
+            np.ones_like(y), lambda k: (k - n) * (k + 1 - dim) / ((k + 1) * y), dim
+        )
+        return np.log(((1 - 2 * x) ** (dim - 1) * (1 - x) ** (n - 0.5) * series) @ weights)
+
+    log_factor = special.gammaln(n) - special.gammaln(dim) - special.betaln(n, 0.5) + np.log(2)
+    return over_chunks(log_integral, t, _HERMITE) + (n - 0.5) * np.log(t) + log_factor
 
 
 def log_relative_moments(
