@@ -223,7 +223,7 @@ def run(output, size, minutes):
             )
         results = before
 
-    def save():
+    def save():  # Not by write_json, which refuses the NaN of a faulty kernel.
         with files.whole_file(output) as partial:
             partial.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -392,8 +392,8 @@ def positive_number(text: str) -> float:
     return float(text)
 
 
-def main() -> None:
-    """Prints how near each way to attend comes to softmax attention."""
+def flags() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.hugging_face",
         description=__doc__,
@@ -406,6 +406,12 @@ def main() -> None:
     parser.add_argument("--budget", type=positive_number)
     parser.add_argument("--steps", type=at_least(0), default=0)
     parser.add_argument("--output_steps", type=at_least(0), default=0)
+    return parser
+
+
+def main() -> None:
+    """Prints how near each way to attend comes to softmax attention."""
+    parser = flags()
     options = parser.parse_args()
     chooses = options.relative_error is not None or options.budget is not None
     if options.steps and not chooses:

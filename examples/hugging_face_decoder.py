@@ -433,8 +433,8 @@ def complete(model: Decoder, prompt: jax.Array, count: int) -> tuple[jax.Array, 
     return tokens, jnp.stack(logits, axis=1)
 
 
-def main() -> None:
-    """Trains a model if asked to, and prints how near each way to attend comes to softmax."""
+def flags() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m examples.hugging_face_decoder",
         description=__doc__,
@@ -447,6 +447,34 @@ def main() -> None:
     parser.add_argument("--seeds", type=at_least(1), help="By default 3.")
     parser.add_argument("--relative_error", type=positive_number)
     parser.add_argument("--steps", type=at_least(0), help="By default 0.")
+    return parser
+
+
+def check_folder(parser: argparse.ArgumentParser, folder: pathlib.Path, *, trains: bool) -> None:
+    """Refuses a folder to which no model can be written, or whose model lacks files."""
+    own_size = DecoderConfig().vocabulary_size
+    if trains:
+        if found := [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
+            parser.error(f"--train_steps writes a model of bytes to a new folder, got {found[0]}.")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            parser.error(f"--model_dir={folder} cannot be written: {error}")
+    elif not (folder / "config.json").exists():
+        parser.error(f"--model_dir={folder} lacks config.json; --train_steps=800 makes a model.")
+    elif not (folder / "tokenizer.json").exists():
+        size = DecoderConfig.of(folder / "config.json").vocabulary_size
+        if size != own_size:
+            parser.error(
+                f"--model_dir={folder} lacks tokenizer.json, which only models of {own_size} bytes "
+                f"do not need, got one of {size} tokens."
+            )
+
+
+def main() -> None:
+    """Trains a model if asked to, and prints how near each way to attend comes to softmax."""
+    parser = flags()
     options = parser.parse_args()
     chooses = options.relative_error is not None
     if options.steps is not None and not chooses:
@@ -456,19 +484,8 @@ def main() -> None:
     num_features = 64 if options.features is None else options.features
     num_seeds = 3 if options.seeds is None else options.seeds
     num_steps = options.steps or 0
-    folder, config = options.model_dir, DecoderConfig()
-    if options.train_steps:
-        if found := [*folder.glob("*.json"), *folder.glob("*.safetensors")]:
-            parser.error(f"--train_steps writes a model of bytes to a new folder, got {found[0]}.")
-    elif not (folder / "config.json").exists():
-        parser.error(f"--model_dir={folder} lacks config.json; --train_steps=800 makes a model.")
-    elif not (folder / "tokenizer.json").exists():
-        size = DecoderConfig.of(folder / "config.json").vocabulary_size
-        if size != config.vocabulary_size:
-            parser.error(
-                f"--model_dir={folder} lacks tokenizer.json, which only models of "
-                f"{config.vocabulary_size} bytes do not need, got one of {size} tokens."
-            )
+    folder = options.model_dir
+    check_folder(parser, folder, trains=options.train_steps > 0)
     texts = Texts.load(folder, options.length)
     counts, least = tuple(map(len, texts)), (NUM_FIT, NUM_JUDGE if chooses else 0, BATCH)
     if any(count < number for count, number in zip(counts, least, strict=True)):
@@ -477,11 +494,7 @@ def main() -> None:
             f"and {least[2]} to test on, got {options.length}, which leaves {counts}."
         )
     if options.train_steps:
-        try:  # A file, before the training, which takes minutes.
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            parser.error(f"--model_dir={folder} cannot be written: {error}")
+        config = DecoderConfig()
         save_model(train(texts.train, config, options.train_steps), config, folder)
     model = load_model(folder)
     fit, test = texts.train[:NUM_FIT, :-1], texts.test[:NUM_TEST]

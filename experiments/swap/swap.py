@@ -68,7 +68,7 @@ def check(config: ConfigDict) -> None:
         config_fields.check_range(name, values[name], config_fields.above(0))
     # |x + y| is then at most 10, as in kernel_mse.
     config_fields.check_distances(values, ["predicted.lengths"], most=5.0)
-    longest = EncoderConfig().max_length  # That of the one encoder there is.
+    longest = EncoderConfig().max_length  # ``encoder.find`` accepts no other model.
     allowed = config_fields.Range(f"at most {longest}", lambda length: length <= longest)
     config_fields.check_range("encoder.length", config.encoder.length, allowed)
     config_fields.check_range("kinds.lengths", config.kinds.lengths[-1], allowed)

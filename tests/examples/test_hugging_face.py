@@ -210,15 +210,25 @@ def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
     assert "lacks config.json, model.safetensors, tokenizer.json" in capsys.readouterr().err
 
 
-def test_texts_that_are_longer_than_the_model_reads_are_refused(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("length", "message"),
+    [
+        (9, "--length must be at most 8, the most"),
+        (8, "must leave at least 24 texts, got 8, which"),
+    ],
+)
+def test_lengths_that_leave_no_texts_are_refused(tmp_path, monkeypatch, capsys, length, message):
     for name in ("model.safetensors", "tokenizer.json"):
         (tmp_path / name).touch()
     published = {theirs: getattr(TINY, ours) for ours, theirs in hf.CONFIG_NAMES.items()}
     (tmp_path / "config.json").write_text(json.dumps(published))
-    monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={tmp_path}", "--length=9"])
+    monkeypatch.setattr(hf, "load_tokenizer", lambda path: None)
+    monkeypatch.setattr(hf, "load_texts", lambda tokenizer, length: np.zeros((23, length), int))
+    arguments = [f"--model_dir={tmp_path}", f"--length={length}"]
+    monkeypatch.setattr(sys, "argv", ["hugging_face", *arguments])
     with pytest.raises(SystemExit):
         hf.main()
-    assert "--length must be at most 8, the most" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_refuses_rows_with_norms_that_the_map_cannot_use():
     calibration = simrf_jax.calibrate(*tokens()[:2])
     options = simrf_jax.DrawOptions(norms="radau")
     w = Projection.draw(jax.random.key(0), ROWS, calibration.head_dim, options=options)
-    with pytest.raises(ValueError, match="norms"):
+    with pytest.raises(ValueError, match="must have rows whose norms are chi variables"):
         Folded.of(calibration, w)
 
 

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec
 import simrf_jax
 from experiments.harness.mistakes import UserError
 from simrf_jax._src.features import FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax._src.integrations.nnx.adapter import in_state
 from simrf_jax._src.models.transformer import TransformerLayer
-from simrf_jax.integrations.nnx import FeatureMapState, RandomProjection
+from simrf_jax.integrations.nnx import RandomProjection
 from simrf_jax.models import ViT
 
 # The number of the draw of the redraws, after those of training.
@@ -210,8 +211,7 @@ def _record_layers(model: ViT, images: jax.Array) -> Seen:
 def _record(block: TransformerLayer, x: jax.Array) -> tuple[jax.Array, Seen]:
     """Returns the output of a layer, and what its attention sees."""
     attend: Any = block.attention.attention_fn
-    held = attend.feature_map
-    feature_map = as_feature_map(held.get_value() if isinstance(held, FeatureMapState) else held)
+    feature_map = as_feature_map(in_state(attend.feature_map))
     seen: list[Seen] = []
 
     def record(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:

@@ -243,11 +243,11 @@ class AngularHybrid(BipolarHybrid):
 
     and the trigonometric estimator, which is exact at y = x, has the weight :math:`1 -
     \hat\lambda`. Here :math:`\theta_{x,y}` is the angle between x and y. For vectors of equal
-    length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`. Its rounding
-    error at :math:`\pi` is about :math:`\varepsilon\, e^{2|x|^2}` of the kernel, a tenth in float32
-    at :math:`|x| = 2.8`, because the weight of zero is a difference of sums of features.
-    ``draw_bipolar_projection`` draws W. There are ``4 num_features (num_weights + 1)`` features, in
-    time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
+    length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`. At
+    :math:`\pi` the rounding error grows like :math:`e^{2|x|^2}`, because the weight of zero is a
+    difference of sums of features: in float32 it is 2e-5 of the kernel at :math:`|x| = 2`, and 5 %
+    at 2.8. ``draw_bipolar_projection`` draws W. There are ``4 num_features (num_weights + 1)``
+    features, in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
@@ -292,10 +292,10 @@ class GaussianHybrid(BipolarHybrid):
     which trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma` estimate, exactly at y =
     -x. The trigonometric estimator, which is exact at y = x, has the weight :math:`1 -
     \hat\lambda`. At y = x the weight of the hyperbolic estimator is not quite zero, and so the
-    variance is not quite zero either. The rounding error at y = -x is that of ``AngularHybrid``.
-    ``draw_bipolar_projection`` draws W. There are ``2
-    num_features (4 num_weights + 1)`` features, in time O(nd + md + mn), with m = num_features, n =
-    num_weights and d = dim.
+    variance is not quite zero either. At y = -x the rounding error grows as for ``AngularHybrid``:
+    in float32 it is 5e-5 of the kernel at :math:`|x| = 2`, and 13 % at 2.8.
+    ``draw_bipolar_projection`` draws W. There are ``2 num_features (4 num_weights + 1)`` features,
+    in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Attributes:
       bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight moves from the

@@ -33,7 +33,6 @@ from simrf_jax._src.projections import ProjectionLike
 Masks: TypeAlias = Literal["keys", "factored", "packed"]
 # Names of mesh axes, as users give them.
 AxisNames: TypeAlias = str | tuple[str, ...] | None
-ALL_TOKENS = 2**30  # An exact band this wide is softmax attention.
 
 
 # Fields of an adapter that are those of its attention.
@@ -312,10 +311,7 @@ def attend(mechanism: Mechanism, request: Request) -> jax.Array:
     """Returns the attention of all tokens."""
     call = request.call
     length, key_length = call.query.shape[-3], call.key.shape[-3]
-    # linearize records with a band of all tokens, which is in no order.
-    bandwidth = getattr(mechanism, "exact_bandwidth", None)
-    in_order = call.in_order() if bandwidth == ALL_TOKENS else mechanism.in_order(call)
-    if in_order and length != key_length:
+    if length != key_length and mechanism.in_order(call) and not _is_whole(mechanism, call):
         raise ValueError(
             "A causal adapter and one with a near field or an exact band need equal numbers of "
             "queries and keys, because the positions of both count from 0, got "
@@ -323,6 +319,13 @@ def attend(mechanism: Mechanism, request: Request) -> jax.Array:
             "attention, turn its decode off and the adapter's on."
         )
     return request.finish(mechanism.attend_to(call))
+
+
+def _is_whole(mechanism: Mechanism, call: Call) -> bool:
+    """Returns True if an exact band has all tokens, so that positions do not matter."""
+    bandwidth = getattr(mechanism, "exact_bandwidth", None)
+    length = max(call.query.shape[-3], call.key.shape[-3])
+    return bandwidth is not None and bandwidth >= length and not call.in_order()
 
 
 def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array, Any]:

@@ -72,8 +72,8 @@ def draw_projection(
     that they can be compared as paired draws.
 
     Args:
-      key: A typed PRNG key (``jax.random.key``). ``jax.vmap`` over keys draws many projections,
-        with keys other than threefry keys all from the first of them.
+      key: A typed PRNG key (``jax.random.key``). ``jax.vmap`` over keys draws many projections.
+        If these are not threefry keys, JAX draws all of them from the first key.
       num_features: Number of rows m, any positive number.
       dim: Dimension d of the vectors to project; at least 2 for ``simplex`` and ``simplex_plus``.
       coupling: Joint law of the rows of one row block. ``"iid"`` rows are independent.

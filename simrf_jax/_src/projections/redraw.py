@@ -88,8 +88,8 @@ def redraw_projections(
 
     Projection number ``h`` of leaf number ``l`` is drawn from ``fold_in(fold_in(key, l), h)``. The
     leaves are numbered in the order of ``jax.tree.leaves``. In most models a leaf is a layer, and
-    the projections in it are its heads. With a key that is not a threefry key
-    they are drawn one after the other.
+    the projections in it are its heads. With a key that is not a threefry key, they are drawn one
+    after the other.
 
     Args:
       key: A typed PRNG key; see ``redraw_key``.

@@ -169,24 +169,28 @@ class RowCovariances:
         """Returns N_k E psi_k psi_k' for each degree k, minus 1 at k = 0."""
         distances = np.sqrt(self._squares)
         parameter = float(self._parameters[0])
-        if relation == "antithetic":
-            largest = np.max(self._squares, initial=0.0)
-            *both, log_weights = rule_of_features(largest, parameter, self.dim, _PANELS)
-            options = (distances, self.dim, parameter, self.degrees, log_weights / 2)
-            values, others = (radial_coefficients(norms, *options) for norms in both)
-            products = np.swapaxes(values, 1, 2) @ others
-            products = (products + np.swapaxes(products, 1, 2)) / 2
-            products[0] -= 1
-            return products
-        if relation == "equal" and self.norms not in FIXED_NORMS:
-            return self._products_of_equal_norms(parameter)
         if self.norms in FIXED_NORMS:
             norms = np.sqrt([squared_norm(self.norms, self.dim)])
             values = radial_coefficients(norms, distances, self.dim, parameter, self.degrees)[:, 0]
-        else:
+        elif relation == "independent":
             values = mean_coefficients(distances, self.dim, self.degrees)
+        elif relation == "equal":
+            return self._products_of_equal_norms(parameter)
+        else:
+            return self._products_of_antithetic_norms(parameter)
         products = values[:, :, None] * values[:, None]
         products[0] = 0  # The product of the means.
+        return products
+
+    def _products_of_antithetic_norms(self, parameter: float) -> Float64[np.ndarray, "degrees n n"]:
+        """Returns N_k E psi_k(a, v) psi_k(a', v') for each degree k, minus 1 at k = 0."""
+        largest = np.max(self._squares, initial=0.0)
+        *both, log_weights = rule_of_features(largest, parameter, self.dim, _PANELS)
+        options = (np.sqrt(self._squares), self.dim, parameter, self.degrees, log_weights / 2)
+        values, others = (radial_coefficients(norms, *options) for norms in both)
+        products = np.swapaxes(values, 1, 2) @ others
+        products = (products + np.swapaxes(products, 1, 2)) / 2
+        products[0] -= 1
         return products
 
     def _products_of_equal_norms(self, parameter: float) -> Float64[np.ndarray, "degrees n n"]:

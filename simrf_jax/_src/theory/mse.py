@@ -90,8 +90,8 @@ def kernel_mse(
         * ``"antithetic"``: two consecutive rows of a row block have F(a) + F(a') = 1. In a
           cross-polytope the rows of a +- pair have one norm, and consecutive pairs are antithetic.
         * ``"shared"``: one norm for all rows of a row block.
-        * ``"stratified"``: one norm from each of m equally probable strata. In two
-          dimensions, where the tests have a reference, the result has six digits.
+        * ``"stratified"``: one norm from each of m equally probable strata. In two dimensions,
+          where the tests have a reference, the result has six digits.
         * ``"pair"``: one norm for both rows of each +- pair of a cross-polytope. These are the
           hyperbolic features of half as many orthogonal rows.
         * ``"sqrt_dim"``: the fixed norm :math:`\sqrt d`. The estimate has a large bias.

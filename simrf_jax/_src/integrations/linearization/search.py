@@ -38,6 +38,7 @@ from simrf_jax._src.projections import DrawOptions
 # The calls of each layer, by its path.
 Calls: TypeAlias = Mapping[str, Sequence[SeenCall]]
 
+ALL_TOKENS = 2**30  # An exact band this wide is softmax attention.
 _CHOSEN = ("feature_map", "coupling", "norms", "decode")  # Options that the function sets itself.
 
 
@@ -236,7 +237,7 @@ class Search:
                 "band: exact_bandwidth must contain None, or where exclude the layer, got "
                 f"{self.exact_bandwidth!r}."
             )
-        numbers = [one.exact_keys for one in self._options() if isinstance(one.exact_keys, int)]
+        numbers = [one for one in self.exact_keys if isinstance(one, int | np.integer)]
         if numbers and len({call.is_causal for call in calls}) > 1:
             raise ValueError(
                 f"The layer {path!r} is causal in some calls and not in others, which choose a "

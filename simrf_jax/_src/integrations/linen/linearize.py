@@ -20,7 +20,12 @@ from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import flax_attention, flax_calibration
 from simrf_jax._src.integrations.flax_report import SeenCall, add_call
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
-from simrf_jax._src.integrations.linearization.search import Report, Search, check_chosen
+from simrf_jax._src.integrations.linearization.search import (
+    ALL_TOKENS,
+    Report,
+    Search,
+    check_chosen,
+)
 from simrf_jax._src.integrations.linen.adapter import apply
 from simrf_jax._src.integrations.linen.projection import boxed
 from simrf_jax._src.integrations.linen.random_features import (
@@ -151,7 +156,7 @@ def linearize(
     held_out = list(held_out)
     exact = jax.jit(functools.partial(call, model))
     before = [exact(variables, batch) for batch in held_out]
-    exact_options = freeze({**options, "exact_bandwidth": flax_attention.ALL_TOKENS})
+    exact_options = freeze({**options, "exact_bandwidth": ALL_TOKENS})
     recorder = with_rules(model, Rule(2, where, exact_options, _Recorder))
     recording = jax.jit(functools.partial(call, recorder, mutable=[_CALLS]))
     recorded = search.record(lambda batch: _calls(recording(variables, batch)), batches, held_out)

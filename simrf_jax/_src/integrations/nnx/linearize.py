@@ -11,11 +11,15 @@ from typing import Any
 from flax import nnx
 
 from simrf_jax._src.integrations import flax_calibration
-from simrf_jax._src.integrations.flax_attention import ALL_TOKENS
 from simrf_jax._src.integrations.flax_report import SeenCall, add_call
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.linearization.layer_choice import Candidate
-from simrf_jax._src.integrations.linearization.search import Report, Search, check_chosen
+from simrf_jax._src.integrations.linearization.search import (
+    ALL_TOKENS,
+    Report,
+    Search,
+    check_chosen,
+)
 from simrf_jax._src.integrations.nnx.adapter import features_key
 from simrf_jax._src.integrations.nnx.calibration import compiled_call
 from simrf_jax._src.integrations.nnx.observers import observing
