@@ -240,7 +240,7 @@ def mse_ratio(
         return ratio[()]
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         if rows.norms in FIXED_NORMS:  # At a distance of 0 this gives the limit.
-            t = np.maximum(t, 1e-100)
+            t = np.asarray(np.maximum(t, 1e-100))
         log_ratio = log_relative_mse(t, parameter, rows, features, growth=1)
         log_ratio -= log_relative_mse(t, np.zeros(()), reference, features, growth=1)
         return np.exp(log_ratio)[()]

@@ -168,8 +168,8 @@ def log_relative_mse(
         digits. Infinite t then count as the largest float64.
     """
     rows = rows.with_antipodes() if features == "hyperbolic" else rows
-    t, parameter = np.broadcast_arrays(t, parameter)
     t = np.minimum(t, np.finfo(np.float64).max) if growth else t
+    t, parameter = np.broadcast_arrays(t, parameter)
     largest, limit = (_HUGE, -np.inf) if rows.norms in FIXED_NORMS else (np.inf, np.inf)
     log_variance = np.where(t >= largest, limit, np.nan)
     small = (t < _SMALL) & (log_inflation(parameter, rows.dim) < _LARGE_INFLATION)

@@ -137,7 +137,11 @@ def _series(b: float, x: Vector, bound: float) -> Vector:
     return sum_by_ratios(x / b, lambda k: x / ((k + 2) * (b + k + 1)), num_terms)
 
 
-def sum_by_ratios(first: Vector, ratio: Callable[[int], Vector], num_terms: int) -> Vector:
+def sum_by_ratios(
+    first: Float64[np.ndarray, "*shape"],
+    ratio: Callable[[int], Float64[np.ndarray, "*#shape"]],
+    num_terms: int,
+) -> Float64[np.ndarray, "*shape"]:
     """Returns the sum of a series from its first term and the ratios of successive terms.
 
     Args:
