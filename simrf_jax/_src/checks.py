@@ -194,8 +194,10 @@ def tokens(
         raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
+    if 0 in (*query.shape[-2:], key.shape[-2], value.shape[-1]):
+        raise ValueError(f"query, key and value must have heads and dimensions, got {shapes}.")
     num_heads, num_key_heads = query.shape[-2], key.shape[-2]
-    if num_key_heads == 0 or num_heads % num_key_heads:
+    if num_heads % num_key_heads:
         raise ValueError(
             f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
             f"and {num_key_heads}."

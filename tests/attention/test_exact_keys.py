@@ -291,6 +291,7 @@ def test_gradients_do_not_choose():
             chex.assert_trees_all_close(one, whole[:, place], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_custom_maps_and_calibrated_ones():
     q, k, v = inputs(LENGTH, **GROUPED)
     w = projection()

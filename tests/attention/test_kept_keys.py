@@ -59,8 +59,8 @@ def test_scores_without_a_fit_are_those_of_standard_normal_queries_and_keys():
         np.testing.assert_allclose(scores, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("bandwidth", [None, 2])
+@pytest.mark.parametrize("causal", slow_but([True], [False, True]))
+@pytest.mark.parametrize("bandwidth", slow_but([2], [None, 2]))
 def test_calibrated_features_against_float64(causal, bandwidth):
     q, k, v = inputs(LENGTH, dim=64, scale=2, **GROUPED)
     w = projection(20, 64, heads=2)
@@ -202,7 +202,8 @@ def test_the_estimate_is_unbiased(bandwidth):
     np.testing.assert_allclose(samples[:, near], known, rtol=1e-4)
 
 
-@pytest.mark.parametrize("bandwidth", slow_but([2], [2, None]))
+@pytest.mark.slow
+@pytest.mark.parametrize("bandwidth", [2, None])
 def test_the_report_and_the_loss_take_kept_keys(bandwidth):
     q, k, v = inputs(LENGTH, scale=2, **GROUPED)
     ids = np.repeat([0, 1, 2], 10)

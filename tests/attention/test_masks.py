@@ -190,6 +190,15 @@ def test_lengths_mean_what_they_mean_to_exact_attention():
 
 
 @pytest.mark.fast
+def test_lengths_beyond_int32_are_not_wrapped():
+    q, k, v = inputs(batch=(2,))
+    lengths = np.array([2**32 - 1, 3], np.uint32)
+    expected, _ = run(q, k, v, key_lengths=(9, 3))
+    out = random_feature_attention(q, k, v, projection(), key_value_seq_lengths=lengths)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.fast
 def test_queries_that_see_no_key_get_zeros_and_finite_gradients():
     q, k, v = inputs(batch=(2,))
     out, gradients = run(q, k, v, key_lengths=(0, 9))

@@ -155,6 +155,12 @@ BAD = [
     ({"key": np.zeros((1, 9, 2, 8), F32)}, ValueError, "the same batch shape"),
     ({"query": np.zeros((9, 2, 4), F32)}, ValueError, "query and key must have the same head_dim"),
     ({"query": np.zeros((9, 3, 8), F32)}, ValueError, "multiple of that of key heads, got 3 and 2"),
+    ({"query": np.zeros((9, 0, 8), F32)}, ValueError, "must have heads and dimensions, got query"),
+    (
+        {"value": np.zeros((9, 2, 0), F32)},
+        ValueError,
+        r"dimensions, .* value \(9, 2, 0\)",
+    ),
     ({"projection": np.zeros((11, 4))}, ValueError, r"for heads of dim 8, got shape \(11, 4\)"),
     ({"projection": np.zeros((3, 11, 8))}, ValueError, "one W for each of the 2 key heads"),
     ({"projection": np.zeros(8)}, ValueError, r"got shape \(8,\)"),
@@ -180,6 +186,12 @@ BAD = [
     ({"bias": np.zeros(9, int)}, TypeError, "bias must be floating, got int"),
     ({"query_seq_lengths": np.ones(2, int)}, ValueError, r"the batch shape \(1,\), got \(2,\)"),
     ({"key_value_seq_lengths": np.float32(3)}, TypeError, "key_value_seq_lengths must be integers"),
+    ({"query_seq_lengths": np.array([2**32 + 3])}, ValueError, "query_seq_lengths must fit int32"),
+    (
+        {"segment_ids": np.repeat([7, 7 + 2**32], [4, 5])},
+        ValueError,
+        "segment_ids must fit int32, as jax_enable_x64 is off, got 4294967303",
+    ),
 ]
 
 

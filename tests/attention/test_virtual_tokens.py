@@ -86,6 +86,7 @@ def test_they_stand_for_all_keys(name, scale):
         assert relative_error(softmax_attention(query, key, value, bias, scale), expected) < 1e-12
 
 
+@pytest.mark.slow
 def test_token_by_token_at_the_scale_by_default():
     with enable_x64(True):
         query, key, value = wide(*inputs(6, **SHAPE))

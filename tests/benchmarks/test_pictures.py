@@ -41,6 +41,7 @@ def test_the_overview_draws_both_passes():
         assert list(line.get_ydata()) == [quartiles[1] for quartiles in speedups.values()]
 
 
+@pytest.mark.slow
 def test_more_virtual_tokens_answer_as_the_keys_do():
     key, value = virtual_tokens.tokens()
     query = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)

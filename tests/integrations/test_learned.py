@@ -17,6 +17,7 @@ from simrf_jax._src.integrations.flax_versions import get_value, view
 from simrf_jax.feature_maps import Learned
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
+from tests.tiers import slow_but
 
 HEADS, DIM, WIDTH, ROWS = 2, 4, 8, 6
 PARAMETERS = {"query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights"}
@@ -199,6 +200,66 @@ def test_padding_has_no_part_in_the_loss(name, padding):
     loss, grads = nnx.value_and_grad(nnx_adapters.distillation_loss)(adapter, (q, k, v), call)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
     chex.assert_tree_all_finite(nnx.to_pure_dict(grads))
+
+
+SEGMENTS = np.repeat([[0, 1]], [11, 5], axis=1) * np.ones((2, 1), int)
+REAL = np.arange(16) < np.array([[16], [5]])
+# Fields of an adapter, a mask of a call, and what the loss of functions takes for it.
+PAIRS_OF_TOKENS = {
+    "causal": ({"is_causal": True}, nn.make_causal_mask(REAL), {"is_causal": True}),
+    "padding": (
+        {"masks": "factored"},
+        nn.make_attention_mask(REAL, REAL),
+        {"query_seq_lengths": [16, 5], "key_value_seq_lengths": [16, 5]},
+    ),
+    "packed": (
+        {"masks": "packed"},
+        nn.make_attention_mask(SEGMENTS, SEGMENTS, jnp.equal),
+        {"segment_ids": SEGMENTS},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", slow_but(["padding"], [*PAIRS_OF_TOKENS]))
+def test_the_loss_reads_masks_of_pairs_of_tokens(name):
+    fields, mask, options = PAIRS_OF_TOKENS[name]
+    adapter = nnx_adapter(**fields)
+    one = start(adapter, get_value(adapter.feature_map))
+    q, k, v = tokens()
+    expected = simrf_jax.distillation_loss(q, k, None, feature_map=one, **options)
+    if name == "padding":
+        q, k, v = (np.where(REAL[..., None, None], x, np.float32("nan")) for x in (q, k, v))
+
+    def call(adapter, tokens):
+        return adapter(*tokens, mask=mask)
+
+    loss, grads = nnx.value_and_grad(nnx_adapters.distillation_loss)(adapter, (q, k, v), call)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    chex.assert_tree_all_finite(nnx.to_pure_dict(grads))
+
+
+class Scaled(nnx.Module):
+    """An adapter with a scale and a bias that are parameters."""
+
+    def __init__(self):
+        self.adapter = nnx_adapter()
+        self.scale = nnx.Param(jnp.float32(0.4))
+        self.bias = nnx.Param(jnp.linspace(0, 1, 16)[None])
+
+    def __call__(self, *batches):
+        return [self.adapter(*x, scale=self.scale[...], bias=self.bias[...]) for x in batches]
+
+
+def test_the_loss_is_the_mean_over_calls_and_trains_no_scale_or_bias():
+    model, batches = Scaled(), [tokens(), tokens(1)]
+    loss = functools.partial(nnx_adapters.distillation_loss, call=lambda model, x: model(*x))
+    both, gradients = nnx.value_and_grad(loss)(model, batches)
+    apart = [loss(model, [x]) for x in batches]
+    assert float(both) == pytest.approx(np.mean(apart), rel=1e-5)
+    assert apart[0] != apart[1]
+    gradients = nnx.to_pure_dict(gradients)
+    assert not np.any(gradients.pop("scale")) and not np.any(gradients.pop("bias"))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(gradients))
 
 
 @pytest.mark.slow
@@ -443,19 +504,14 @@ def test_refuses_a_number_of_features_beside_a_map_with_rows(call):
         call(num_features=3, feature_map=one)
 
 
-def nnx_distil(x=None, **options):
-    call = None if x is None else lambda model, batch: model(batch, **x)
-    return nnx_adapters.distillation_loss(nnx_attention(**options), batch(), call=call)
+def nnx_distil(**options):
+    return nnx_adapters.distillation_loss(nnx_attention(**options), batch())
 
 
-def linen_distil(x=None, **options):
+def linen_distil(**options):
     model = linen_attention(**options)
-
-    def call(model, variables, batch, mutable):
-        return model.apply(variables, batch, mutable=mutable, **(x or {}))
-
     variables = model.init(jax.random.key(0), batch())
-    return linen_adapters.distillation_loss(model, variables, batch(), call=call)
+    return linen_adapters.distillation_loss(model, variables, batch())
 
 
 @pytest.mark.slow
@@ -465,10 +521,6 @@ def linen_distil(x=None, **options):
     [
         ({"feature_map": "calibrated"}, 'feature_map="learned"'),
         ({"decode": True}, "decode=True"),
-        (
-            {"masks": "factored", "x": {"mask": nn.make_attention_mask(*np.ones((2, 2, 16)))}},
-            "got segment_ids or a mask with a query axis",
-        ),
     ],
 )
 def test_distillation_refuses(distil, options, match):

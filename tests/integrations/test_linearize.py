@@ -477,7 +477,8 @@ def test_an_interrupted_call_continues_from_its_folder(tmp_path, monkeypatch):
     chex.assert_trees_all_equal(nnx.state(model), nnx.state(Model()))
 
 
-@pytest.mark.parametrize("num_queries", slow_but([5], [5, LENGTH]))
+@pytest.mark.slow
+@pytest.mark.parametrize("num_queries", [5, LENGTH])
 def test_layers_may_have_other_numbers_of_keys_than_of_queries(num_queries):
     model = Model()
 

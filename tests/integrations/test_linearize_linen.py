@@ -111,6 +111,7 @@ class Around(nn.Module):
         return self.field(x + nn.MultiHeadDotProductAttention(HEADS, name="attention_fn")(x))
 
 
+@pytest.mark.slow
 def test_layers_in_fields_are_converted():
     model = Around(nn.MultiHeadDotProductAttention(HEADS))
     variables = model.init(jax.random.key(0), batches()[0])
@@ -166,6 +167,7 @@ def test_the_variables_are_those_of_the_report(is_causal, num_steps):
         assert "attention_fn" not in again.variables["params"]["lower"]
 
 
+@pytest.mark.slow
 def test_a_second_call_reads_what_the_first_has_kept(tmp_path, monkeypatch):
     model, variables = trained()
     first = linearize(model, variables, folder=tmp_path)
@@ -178,6 +180,7 @@ def test_a_second_call_reads_what_the_first_has_kept(tmp_path, monkeypatch):
     assert repr(first) == repr(again)
 
 
+@pytest.mark.slow
 def test_one_layer_with_one_w_for_all_heads():
     model, variables = trained()
     report = linearize(model, variables, shared=True, where=lambda path, layer: path == "upper")
@@ -189,6 +192,7 @@ def test_one_layer_with_one_w_for_all_heads():
     chex.assert_trees_all_close(out, report.model.apply(report.variables, batches()[0]), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_that_have_an_adapter_keep_it():
     model, variables = trained()
     swapped = linen.swap_attention(model, 4, where=lambda path, layer: path == "upper")

@@ -79,6 +79,7 @@ def test_a_band_of_all_tokens_leaves_the_model_as_it_is(x, params, is_causal):
     assert not np.allclose(adapters.swap_attention(model_with(), 12).apply(other, x), expected)
 
 
+@pytest.mark.slow
 def test_where_chooses_layers_and_swaps_compose(x, params):
     inner = adapters.swap_attention(model_with(), 12, where=lambda path, layer: path == "upper")
     variables = variables_of(inner, params, x)
@@ -237,6 +238,7 @@ def test_a_model_is_swapped_where_it_is_made(x):
     chex.assert_trees_all_close(found, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_layers_in_nn_jit_are_those_of_the_swap(x):
     original = Jitted()
     params = original.init(jax.random.key(0), x)["params"]

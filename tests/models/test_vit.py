@@ -140,7 +140,7 @@ def test_patches_are_cut_row_by_row():
 
 
 @pytest.mark.devices(4)
-@pytest.mark.parametrize("pooling", ["average", "token"])
+@pytest.mark.parametrize("pooling", slow_but(["token"], ["average", "token"]))
 def test_images_over_an_explicit_axis(pooling):
     def loss(model, x):
         return jnp.sum(model(x) ** 2)

@@ -10,7 +10,6 @@ from simrf_jax import theory
 from simrf_jax._src.theory import oscillating
 from simrf_jax._src.theory.pairs import coupled_rows
 from simrf_jax.kernels import Gaussian, Matern, PoweredExponential, RationalQuadratic
-from tests.tiers import slow_but
 
 pytestmark = pytest.mark.fast
 V = np.array([0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0])
@@ -25,9 +24,8 @@ def test_the_gaussian_kernel_has_its_closed_form(coupling, dim):
     np.testing.assert_allclose(found, expected, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "coupling", slow_but(["simplex"], ["orthogonal", "simplex", "cross_polytope"])
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 def test_smooth_kernels_approach_the_gaussian_one(coupling):
     options = {"coupling": coupling, "features": "trigonometric"}
     expected = theory.mse_ratio(V[1:], 9, 4, **options)

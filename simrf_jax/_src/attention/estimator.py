@@ -25,7 +25,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from simrf_jax._src import checks, one_line
 from simrf_jax._src.attention.inputs.call import Axes, Call, Inputs, repeat_heads
-from simrf_jax._src.attention.inputs.masks import Shape
+from simrf_jax._src.attention.inputs.masks import Shape, to_int32
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.features import (
     FeatureMap,
@@ -294,11 +294,7 @@ class KeyChoice:
                 "exact_keys must be a number of keys, or integers, their positions, got "
                 f"{positions.dtype.name}."
             )
-        # Narrow types cannot hold all lengths, and wide ones are cut off instead of wrapped.
-        theirs, ours = jnp.iinfo(positions.dtype), jnp.iinfo(jnp.int32)
-        xp: Any = jnp if isinstance(positions, jax.Array) else np
-        positions = xp.clip(positions, max(theirs.min, ours.min), min(theirs.max, ours.max))
-        return cls(0, jnp.asarray(positions, jnp.int32))
+        return cls(0, to_int32(positions))  # Narrow types cannot hold all lengths.
 
     def check(self, feature_map: FeatureMap, *, is_causal: bool, is_packed: bool = False) -> None:
         """Raises ``ValueError`` if a feature map or a mode of attention cannot use such keys."""

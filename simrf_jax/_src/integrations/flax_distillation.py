@@ -33,29 +33,25 @@ class Losses(NamedTuple):
 def add_loss(losses: Losses, request: Request, mechanism: RandomFeatureMechanism) -> Losses:
     """Adds the ``distillation_loss`` of a call, if its features are learned.
 
-    Queries and keys have no gradient, and those of padding do not count; see ``add_moments``.
-
-    Raises:
-      ValueError: If the call has segments or a factored mask.
+    Nothing in the call has a gradient, and queries of padding do not count; see ``add_moments``.
     """
     if not isinstance(mechanism.feature_map, Learned):
         return losses
-    call = request.call
-    if call.segment_ids is not None or request.real is not None:
-        raise ValueError(
-            "Distillation reads attention masks of the keys and sequence lengths, got segment_ids "
-            "or a mask with a query axis. Give it batches of one sequence in each row."
-        )
-    query, key = jax.lax.stop_gradient((call.query, call.key))
-    counts, _ = flax_calibration.real_tokens(request)
-    query = jnp.where(counts[..., None, None], query, 0)  # Padding may hold anything.
-    loss = loss_of(mechanism, dataclasses.replace(call, query=query, key=key, value=key), counts)
+    call = jax.lax.stop_gradient(request.call)
+    counts = flax_calibration.real_tokens(request)[0][..., None]
+    if request.real is not None:  # It may differ between heads.
+        counts = jnp.asarray(request.real[..., 0])
+    query = jnp.where(counts[..., None], call.query, 0)  # Padding may hold anything.
+    call = dataclasses.replace(call, query=query, value=call.key)
+    loss = loss_of(mechanism, call, counts.mT)
     loss = jnp.where(request.is_valid(), loss, jnp.nan)
     return Losses(losses.total + loss, losses.num_calls + 1)
 
 
 def mean_loss(adapters: Iterable[Losses]) -> jax.Array:
-    """Returns the mean loss of some adapters; NaN if one has no calls, and their number is traced.
+    """Returns the mean over adapters of the mean loss of their calls.
+
+    It is NaN if an adapter has no calls, and their number is traced.
 
     Raises:
       ValueError: If the number is known to be 0.
@@ -70,5 +66,6 @@ def mean_loss(adapters: Iterable[Losses]) -> jax.Array:
                 "distillation in their variable_axes, nnx.scan and nnx.vmap by an axis of the "
                 "layers that is not None."
             )
-        means.append(jnp.mean(jnp.where(has_calls, losses.total, jnp.nan)))
+        of_one_call = losses.total / jnp.where(has_calls, losses.num_calls, 1)
+        means.append(jnp.mean(jnp.where(has_calls, of_one_call, jnp.nan)))
     return jnp.mean(jnp.stack(means))

@@ -51,6 +51,7 @@ def test_padding_with_zeros_is_leaving_coordinates_of_w_out(split):
     )
 
 
+@pytest.mark.slow
 def test_batches_do_not_show(split, monkeypatch):
     w = draw("iid")
     whole = classify.accuracies(w, split, 0.5)

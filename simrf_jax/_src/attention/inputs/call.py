@@ -20,6 +20,7 @@ from simrf_jax._src.attention.inputs.masks import (
     Mask,
     Shape,
     Unchecked,
+    as_array,
     one_row,
     per_key,
     segment_numbers,
@@ -202,8 +203,8 @@ class Call:
         Raises:
           TypeError: If the dtype of query, key, value, mask or bias is wrong, scale is not a
             number, or is_causal is neither True nor False.
-          ValueError: If their shapes do not match, the scale is not finite, or the mask or the bias
-            may differ between queries.
+          ValueError: If their shapes do not match, the scale is not finite, the mask or the
+            bias may differ between queries, or integers do not fit those of JAX.
         """
         is_causal = checks.boolean("is_causal", is_causal)
         query, key, value = checks.tokens(query, key, value)
@@ -216,8 +217,12 @@ class Call:
             for name, x in (("mask", mask), ("bias", bias))
         )
         query_seq_lengths, key_value_seq_lengths, segment_ids = (
-            None if x is None else jnp.asarray(x)
-            for x in (query_seq_lengths, key_value_seq_lengths, segment_ids)
+            None if x is None else as_array(name, x)
+            for name, x in (
+                ("query_seq_lengths", query_seq_lengths),
+                ("key_value_seq_lengths", key_value_seq_lengths),
+                ("segment_ids", segment_ids),
+            )
         )
         return cls(
             query,

@@ -27,6 +27,33 @@ Lengths: TypeAlias = Integer[ArrayLike, "..."] | Sequence[Integer[ArrayLike, ""]
 Unchecked: TypeAlias = Shaped[ArrayLike, "..."] | Sequence[Shaped[ArrayLike, ""]]
 
 
+def to_int32(
+    x: Integer[np.ndarray, "*shape"] | Integer[Array, "*shape"],
+) -> Integer[Array, "*shape"]:
+    """Returns integers as int32; those that do not fit become the nearest, instead of wrapping."""
+    xp: Any = jnp if isinstance(x, jax.Array) else np
+    theirs, ours = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
+    x = xp.clip(x, max(theirs.min, ours.min), min(theirs.max, ours.max))
+    return jnp.asarray(x, jnp.int32)
+
+
+def as_array(name: str, x: Unchecked) -> Shaped[Array, " ..."]:
+    """Returns lengths or segment ids as an array.
+
+    Raises:
+      ValueError: If they do not fit the integers of JAX, which would wrap them.
+    """
+    array = jnp.asarray(x)
+    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
+        is_wrapped = x.astype(array.dtype) != x
+        if np.any(is_wrapped):
+            raise ValueError(
+                f"{name} must fit {array.dtype.name}, as jax_enable_x64 is off, got "
+                f"{x[is_wrapped][0]}."
+            )
+    return array
+
+
 def within_lengths(
     name: str, lengths: Integer[ArrayLike, "*batch"], batch: Shape, length: Size
 ) -> Bool[Array, "*batch {length}"]:
@@ -37,7 +64,7 @@ def within_lengths(
     if lengths.shape != batch:
         raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}.")
     positions = jnp.arange(length).reshape((1,) * len(batch) + (length,))
-    return positions < lengths[..., None].astype(positions.dtype)
+    return positions < to_int32(lengths)[..., None].astype(positions.dtype)
 
 
 def segment_numbers(

@@ -91,7 +91,7 @@ def distillation_loss(
 
 
 def loss_of(
-    estimator: Estimator, call: Call, counts: Bool[Array, "*batch T"] | None = None
+    estimator: Estimator, call: Call, counts: Bool[Array, "*#batch #N T"] | None = None
 ) -> Float[Array, ""]:
     """Returns the ``distillation_loss`` of a call, over the queries where ``counts`` is True.
 
@@ -104,7 +104,7 @@ def loss_of(
 def mean_cross_entropy(
     estimated: Float[Array, "*batch N T S"],
     exact: Float[Array, "*batch N T S"],
-    counts: Bool[Array, "*batch T"] | None = None,
+    counts: Bool[Array, "*#batch #N T"] | None = None,
 ) -> Float[Array, ""]:
     """Returns the mean over rows that are not all minus infinity; both hide the same keys.
 
@@ -115,7 +115,7 @@ def mean_cross_entropy(
     """
     visible = exact != -jnp.inf
     if counts is not None:
-        visible &= counts[..., None, :, None]
+        visible &= counts[..., None]
     sees = jnp.any(visible, axis=-1)
     # A row of minus infinities has no softmax.
     weights = jax.nn.softmax(jnp.where(sees[..., None], exact, 0), axis=-1)

@@ -413,7 +413,7 @@ def _step(
         own = dataclasses.replace(mechanism, feature_map=dataclasses.replace(start, **rows))
         estimated, exact, counts = _log_kernels(own, request)
         near = pairs.among(estimated, counts, request.call.key.shape[-2], ranks)
-        return mean_cross_entropy(jnp.where(near, exact, estimated), exact, counts)
+        return mean_cross_entropy(jnp.where(near, exact, estimated), exact, counts[..., None, :])
 
     updates, state = optimizer.update(jax.grad(loss)(rows), state, rows)
     return jax.tree.map(jnp.add, rows, updates), state

@@ -21,15 +21,15 @@ def distillation_loss(
     *,
     call: Callable[..., Any] = apply,
 ) -> jax.Array:
-    """Returns the loss of the learned features of a model, averaged over its adapters.
+    """Returns the loss of the learned features of a model, averaged over adapters and their calls.
 
     The adapters are those created with ``feature_map="learned"``. Each compares the attention
     weights of its features with the softmax weights of its queries and keys; see
-    ``simrf_jax.distillation_loss``. Padding does not count; see ``calibrate``. Queries and keys
-    have no gradient, so the gradient of the loss is zero for all parameters of the model except
-    those of the features. Call ``calibrate`` first, which moves the features to where the data are.
-    Then train only the parameters of ``learned_rows``, as the example does, because an optimizer
-    that decays weights would also shrink all others.
+    ``simrf_jax.distillation_loss``. Padding does not count; see ``calibrate``. The arguments of
+    attention have no gradient, so the gradient of the loss is zero for all parameters of the model
+    except those of the features. Call ``calibrate`` first, which moves the features to where the
+    data are. Then train only the parameters of ``learned_rows``, as the example does, because an
+    optimizer that decays weights would also shrink all others.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -43,9 +43,8 @@ def distillation_loss(
       One number, at least in float32.
 
     Raises:
-      ValueError: If no adapter has learned features, an adapter decodes or saw no call, or a call
-        has segments or a mask with a query axis. Where the number of calls is traced, the loss of
-        an adapter without calls is NaN.
+      ValueError: If no adapter has learned features, or an adapter decodes or saw no call. Where
+        the number of calls is traced, the loss of an adapter without calls is NaN.
 
     Example:
       >>> import jax, optax

@@ -355,6 +355,7 @@ def test_a_deletion_that_fails_is_made_up_for(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
 
 
+@pytest.mark.slow
 def test_half_written_checkpoints_are_deleted_also_if_nothing_is_saved(folder):
     (folder / "4.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
     with pytest.warns(UserWarning, match=r"4\.orbax-checkpoint-tmp is half-written; it is passed"):
