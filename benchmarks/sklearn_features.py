@@ -10,6 +10,7 @@ Run: SIMRF_DATA_DIR=DIR python -m benchmarks.sklearn_features
 Without SIMRF_DATA_DIR, the UCI data sets are downloaded.
 """
 
+import argparse
 import itertools
 import pathlib
 import time
@@ -26,7 +27,7 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
 from benchmarks import command_line
-from experiments.harness import markdown, style
+from experiments.harness import markdown, mistakes, style
 from experiments.kernel_regression import uci
 from simrf_jax.integrations.sklearn import RandomFeatures
 
@@ -85,6 +86,14 @@ class Split(NamedTuple):
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the rows and the classes of a data set."""
     return load_digits(return_X_y=True) if name == "digits" else uci.read(name)
+
+
+def load_all(parser: argparse.ArgumentParser) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns all data sets; if one is missing, the program ends with a line that says so."""
+    try:
+        return {name: load(name) for name in DATASETS}
+    except mistakes.UserError as mistake:
+        parser.exit(1, f"{mistake}\n")
 
 
 def split(rows: np.ndarray, labels: np.ndarray, seed: int) -> Split:
@@ -244,10 +253,10 @@ def draw_figure(
 
 
 def main() -> None:
-    command_line.parser(__doc__).parse_args()
-    splits, results = {}, {}
-    for name in command_line.bar(DATASETS, "data sets"):
-        rows, labels = load(name)
+    parser = command_line.parser(__doc__)
+    parser.parse_args()
+    data, splits, results = load_all(parser), {}, {}
+    for name, (rows, labels) in command_line.bar(data.items(), "data sets"):
         splits[name] = [split(rows, labels, seed) for seed in range(TRIALS)]
         results[name] = measure(splits[name], SIZES)
     print("Gram error relative to RBFSampler by n_components:\n")

@@ -25,7 +25,7 @@ from benchmarks.sklearn_features import (
     DATASETS,
     Split,
     accuracy,
-    load,
+    load_all,
     mean_and_error,
     split,
 )
@@ -140,12 +140,10 @@ def main() -> None:
     options = parser.parse_args()
     shape = (len(KERNELS), len(DATASETS), TRIALS, len(METHODS), 3)
     results = np.empty(shape)
-    loaded = {}
+    every = load_all(parser)
     runs = [*itertools.product(enumerate(DATASETS), range(TRIALS))]
     for (place, name), seed in command_line.bar(runs, "splits"):
-        if name not in loaded:
-            loaded = {name: load(name)}
-        data = split(*loaded[name], seed)
+        data = split(*every[name], seed)
         for i, kernel in enumerate(KERNELS):
             for j, method in enumerate(METHODS):
                 results[i, place, seed, j] = judge(method, kernel, data, seed)

@@ -26,9 +26,9 @@ REACH_LABELS = {
     "iid": "positive, iid",
     "orthogonal": "positive, orthogonal",
     "simplex": "positive, simplex",
-    "cross_polytope": "positive, cross-polytope",
+    "cross_polytope": "positive, paired cross-polytope",
     "simplex_best": "optimal positive, simplex",
-    "cross_polytope_best": "optimal positive, cross-polytope",
+    "cross_polytope_best": "optimal positive, antithetic cross-polytope",
 }
 REACH_STYLES: dict[str, dict[str, Any]] = {
     **{name: style.STYLES[name] for name in ("iid", "orthogonal", "simplex", "cross_polytope")},

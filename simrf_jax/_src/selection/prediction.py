@@ -77,8 +77,9 @@ def attention_error(
     of the kernel estimates. The expansion holds where these are small. For vectors :math:`x = q
     \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of trials at
     :math:`|x| = |y| = 0.5` in random directions, 5 to 20 % too high at 1, and three times too high
-    at 1.5. If a few axes are long, it is too high earlier: by 8 to 15 % at a root-mean-square
-    length of 0.5 for standard deviations of 1/i along 32 axes, and three times at 0.75. For longer
+    at 1.5. If a few axes are long, it is too high earlier, and the more so, the more tokens there
+    are. With standard deviations of 1/i along 32 axes and 64 keys, it is too high by 8 to 15 % for
+    4 queries of root-mean-square length 0.5, and three times for a length of 0.75. For longer
     vectors, the law of the estimates has heavy tails: a few rare draws make up the variance, the
     output is bounded as an average of values, and the prediction is far above the error of most
     draws. A prediction above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large;

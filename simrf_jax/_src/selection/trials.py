@@ -17,11 +17,12 @@ Sizes: TypeAlias = Int[np.ndarray, " sizes"]  # Numbers of rows.
 
 def errors_in_trials(
     inputs: AttentionInputs, variances: Variances, sizes: Sizes, num_draws: int
-) -> Float64[np.ndarray, "num_draws sizes"]:
-    """Returns relative squared errors of attention for draws of W, averaged over heads.
+) -> Float64[np.ndarray, "num_draws heads queries sizes"]:
+    """Returns squared errors of attention for draws of W, relative to the outputs of each head.
 
-    The rows are cross-polytopes from one fixed PRNG key, so the errors are a function of the
-    arguments. The first rows of a projection form a projection with fewer rows.
+    The sum over a head's queries is the relative squared error of the head. The rows are cross-
+    polytopes from one fixed PRNG key, so the errors are a function of the arguments. The first rows
+    of a projection form a projection with fewer rows.
 
     Args:
       inputs: Inputs in the coordinates of the map.
@@ -30,14 +31,14 @@ def errors_in_trials(
       num_draws: Number of draws.
     """
     keys = jax.random.split(jax.random.key(0), (len(inputs.heads), num_draws))
-    result = np.empty((len(inputs.heads), num_draws, len(sizes)))
+    result = np.empty((num_draws, len(inputs.heads), inputs.x.shape[-2], len(sizes)))
     for i, head in enumerate(inputs.heads):
         points = list(inputs.queries(head))
         draws = np.asarray(_draw_rows(keys[i], int(sizes[-1]), inputs.dim), np.float64)
         for j, rows in enumerate(draws):
-            errors = (_squared_errors(point, rows, variances[head[-1]], sizes) for point in points)
-            result[i, j] = sum(errors)
-    return result.mean(axis=0)
+            for t, point in enumerate(points):
+                result[j, i, t] = _squared_errors(point, rows, variances[head[-1]], sizes)
+    return result
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

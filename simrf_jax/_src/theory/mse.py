@@ -103,7 +103,7 @@ def kernel_mse(
 
     Returns:
       float64 array of the broadcast leading shape. At x = -y (x = y for trigonometric features) the
-      estimate is exact, and the result is 0, or -inf if ``log``.
+      estimate is exact if ``parameter`` is 0, and the result is 0, or -inf if ``log``.
 
     Raises:
       TypeError: If ``num_features`` is not an integer, x or y is not real, or ``log`` is not
@@ -187,7 +187,8 @@ def mse_ratio(
 
     Args:
       v: Distances :math:`|x + y|`, or :math:`|x - y|` for trigonometric features; any shape, at
-        least 0. At 0, where both errors vanish, the result is the limit of the ratio.
+        least 0. At 0, where both errors vanish, the result is the limit of the ratio; it
+        is infinite if ``parameter`` is not 0.
       num_features: Number of rows m of the projection.
       dim: Dimension d.
       coupling: Coupling in the numerator: ``"iid"``, ``"orthogonal"``, ``"simplex"`` or
