@@ -258,9 +258,21 @@ MUTANTS = [
     ),
     Mutant(
         "simrf_jax/_src/attention/inputs/masks.py",
-        "return positions < lengths[..., None]",
-        "return positions <= lengths[..., None]",
+        "return positions < to_int32(lengths)[..., None]",
+        "return positions <= to_int32(lengths)[..., None]",
         "tests/attention/test_masks.py",
+    ),
+    Mutant(
+        "simrf_jax/_src/attention/inputs/masks.py",
+        "to_int32(lengths)[..., None].astype(positions.dtype)",
+        "lengths[..., None].astype(positions.dtype)",
+        "tests/attention/test_masks.py",
+    ),
+    Mutant(
+        "simrf_jax/_src/integrations/flax_distillation.py",
+        "call = jax.lax.stop_gradient(request.call)",
+        "call = request.call",
+        "tests/integrations/test_learned.py",
     ),
     Mutant(
         "simrf_jax/_src/attention/inputs/masks.py",
