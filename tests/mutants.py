@@ -111,10 +111,16 @@ MUTANTS = [
         "tests/calibration",
     ),
     Mutant(
+        "simrf_jax/_src/selection/trials.py",
+        "variance += variance_of_ratio(of_queries, shares) / num_heads**2",
+        "del shares",
+        "tests/selection",
+    ),
+    Mutant(
         "simrf_jax/_src/calibration/fit.py",
         "return self.queries + self.keys + cross + cross.T",
         "return self.queries + self.keys + cross",
-        "tests/calibration",
+        "tests/calibration tests/integrations/test_calibrate.py",
     ),
     Mutant(
         "simrf_jax/_src/calibration/fit.py",
@@ -228,7 +234,7 @@ MUTANTS = [
         "tests/attention/test_exact_keys.py",
     ),
     *(
-        Mutant(f"{CORE}/kept_keys.py", text, wrong, "tests/attention/test_kept_keys.py")
+        Mutant(f"{CORE}/kept_keys.py", text, wrong, f"tests/attention/test_kept_keys.py {MODES}")
         for text, wrong in (
             (
                 "& (num_better < count)",

@@ -195,7 +195,9 @@ def tokens(
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
     if 0 in (*query.shape[-2:], key.shape[-2], value.shape[-1]):
-        raise ValueError(f"query, key and value must have heads and dimensions, got {shapes}.")
+        raise ValueError(
+            f"query, key and value must have at least one head and dimension, got {shapes}."
+        )
     num_heads, num_key_heads = query.shape[-2], key.shape[-2]
     if num_heads % num_key_heads:
         raise ValueError(

@@ -155,11 +155,11 @@ BAD = [
     ({"key": np.zeros((1, 9, 2, 8), F32)}, ValueError, "the same batch shape"),
     ({"query": np.zeros((9, 2, 4), F32)}, ValueError, "query and key must have the same head_dim"),
     ({"query": np.zeros((9, 3, 8), F32)}, ValueError, "multiple of that of key heads, got 3 and 2"),
-    ({"query": np.zeros((9, 0, 8), F32)}, ValueError, "must have heads and dimensions, got query"),
+    ({"query": np.zeros((9, 0, 8), F32)}, ValueError, "at least one head and dimension, got query"),
     (
         {"value": np.zeros((9, 2, 0), F32)},
         ValueError,
-        r"dimensions, .* value \(9, 2, 0\)",
+        r"dimension, .* value \(9, 2, 0\)",
     ),
     ({"projection": np.zeros((11, 4))}, ValueError, r"for heads of dim 8, got shape \(11, 4\)"),
     ({"projection": np.zeros((3, 11, 8))}, ValueError, "one W for each of the 2 key heads"),
@@ -187,6 +187,8 @@ BAD = [
     ({"query_seq_lengths": np.ones(2, int)}, ValueError, r"the batch shape \(1,\), got \(2,\)"),
     ({"key_value_seq_lengths": np.float32(3)}, TypeError, "key_value_seq_lengths must be integers"),
     ({"query_seq_lengths": np.array([2**32 + 3])}, ValueError, "query_seq_lengths must fit int32"),
+    ({"query_seq_lengths": [2**32 + 3]}, ValueError, "must fit int32, .* got 4294967299"),
+    ({"key_value_seq_lengths": np.uint64(2**33)}, ValueError, "must fit uint32, .* got 8589934592"),
     (
         {"segment_ids": np.repeat([7, 7 + 2**32], [4, 5])},
         ValueError,

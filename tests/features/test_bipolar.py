@@ -151,7 +151,6 @@ def test_angular_mse_is_that_of_theorem_3_1_and_lemma_3_2(coupling, angle):
     assert_mean(np.asarray(weights, np.float64) ** 2, second)
 
 
-@pytest.mark.slow
 def test_shared_projections_have_the_mse_of_theory_too():
     # For iid rows, Theorem 3.1 lacks the covariance of both bases, which is
     # 2 E[lambda (1 - lambda)] e^{2 x.y} (cos(|x|^2 - |y|^2) - 1) / m.

@@ -238,6 +238,43 @@ def test_the_loss_reads_masks_of_pairs_of_tokens(name):
     chex.assert_tree_all_finite(nnx.to_pure_dict(grads))
 
 
+def test_queries_that_a_mask_hides_from_one_head_do_not_count_there():
+    adapter, (q, k, v) = nnx_adapter(masks="factored"), tokens()
+    one, lengths = start(adapter, get_value(adapter.feature_map)), (16, 10)
+    mask = np.arange(16)[:, None] < np.array(lengths)[:, None, None] * np.ones((2, 1, 1, 16), int)
+
+    def call(adapter, tokens):
+        return adapter(*tokens, mask=mask)
+
+    loss = nnx_adapters.distillation_loss(adapter, (q, k, v), call)
+    of_heads = []
+    for head, length in enumerate(lengths):
+        own = jax.tree.map(lambda leaf, head=head: leaf[head : head + 1], one)
+        queries, keys = q[:, :length, [head]], k[:, :, [head]]
+        of_heads.append(simrf_jax.distillation_loss(queries, keys, None, feature_map=own))
+    assert float(loss) == pytest.approx(np.average(of_heads, weights=lengths), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_linen_reads_causal_masks_and_the_loss_is_the_mean_over_calls():
+    adapter, batches = linen_adapter(is_causal=True), [tokens(), tokens(1)]
+    variables = adapter.init(jax.random.key(0), *tokens())
+
+    def loss(batches, **options):
+        def call(model, given, batch, mutable):
+            def attend(model):
+                return [model(*x, **options) for x in batch]
+
+            return nn.apply(attend, model, mutable=mutable)(given)
+
+        return linen_adapters.distillation_loss(adapter, variables, batches, call=call)
+
+    expected = float(loss(batches))
+    masked = loss(batches, mask=nn.make_causal_mask(np.ones((2, 16))))
+    assert float(masked) == pytest.approx(expected, rel=1e-5)
+    assert expected == pytest.approx(np.mean([loss([x]) for x in batches]), rel=1e-5)
+
+
 class Scaled(nnx.Module):
     """An adapter with a scale and a bias that are parameters."""
 
@@ -253,7 +290,8 @@ class Scaled(nnx.Module):
 def test_the_loss_is_the_mean_over_calls_and_trains_no_scale_or_bias():
     model, batches = Scaled(), [tokens(), tokens(1)]
     loss = functools.partial(nnx_adapters.distillation_loss, call=lambda model, x: model(*x))
-    both, gradients = nnx.value_and_grad(loss)(model, batches)
+    with jax.numpy_dtype_promotion("strict"):
+        both, gradients = nnx.value_and_grad(loss)(model, batches)
     apart = [loss(model, [x]) for x in batches]
     assert float(both) == pytest.approx(np.mean(apart), rel=1e-5)
     assert apart[0] != apart[1]

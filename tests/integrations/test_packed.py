@@ -97,6 +97,14 @@ def test_segment_ids_are_a_mask_of_integers(kind, api):
 
 
 @pytest.mark.slow
+def test_segment_ids_that_jax_would_wrap_are_refused():
+    both = KINDS["random features"](HEADS, DIM, masks="packed")
+    ids = np.where(SEGMENTS[0, 0] == SEGMENTS, 7, 7 + 2**32)
+    with pytest.raises(ValueError, match="Segment ids in a mask must fit int32"):
+        both.nnx(*QKV, mask=ids[:, None, None])
+
+
+@pytest.mark.slow
 def test_gradients_of_packed_sequences_are_those_of_each_by_itself():
     both = KINDS["random features"](HEADS, DIM, masks="packed", is_causal=True)
     mask = nn.combine_masks(PADDING, CAUSAL, SAME)

@@ -8,7 +8,9 @@ import pytest
 from scipy import integrate, special
 
 import simrf_jax
+from simrf_jax._src.selection.inputs import attention_inputs
 from simrf_jax._src.selection.prediction import LARGEST_SQUARED_DISTANCE
+from simrf_jax._src.selection.trials import errors_in_trials, variance_of_ratio
 from simrf_jax.selection import attention_error, choose_num_features, required_features
 from simrf_jax.theory import optimal_parameter
 
@@ -343,3 +345,26 @@ def test_iid_rows_have_finite_errors_for_long_vectors():
     sums = (query[:, None, 0] + key[None, :, 0]) * 4**-0.25
     assert np.max(np.sum(sums**2, axis=-1)) > LARGEST_SQUARED_DISTANCE
     assert np.isfinite(attention_error(query, key, value, 24, coupling="iid", parameter=-8.0))
+
+
+def test_the_variance_of_a_ratio_is_that_over_samples():
+    rng = np.random.default_rng(0)
+    squares = rng.uniform(1, 3, (4000, 50))
+    errors = 0.1 * squares + 0.05 * rng.normal(size=squares.shape)
+    totals = squares.sum(axis=1)
+    found = [
+        variance_of_ratio(e[:, None] / total, s / total)[0]
+        for e, s, total in zip(errors, squares, totals, strict=True)
+    ]
+    np.testing.assert_allclose(np.mean(found), np.var(errors.sum(axis=1) / totals), rtol=0.1)
+    # The same relative error everywhere has no variance, however long the outputs are.
+    shares = squares[0] / totals[0]
+    np.testing.assert_allclose(variance_of_ratio(0.1 * shares[:, None], shares), 0, atol=1e-30)
+
+
+def test_the_standard_error_is_that_of_queries_where_draws_are_many():
+    inputs = attention_inputs(*long_inputs(sequences=1, length=12)[:2], None, None)
+    sizes, variances = np.array([4, 32]), np.ones((2, 8))
+    few, many = (errors_in_trials(inputs, variances, sizes, n)[1] for n in (64, 256))
+    assert np.all(few > many)
+    assert np.all(many > 0.7 * few)  # Half as large if it were that of draws alone.

@@ -38,8 +38,9 @@ def add_loss(losses: Losses, request: Request, mechanism: RandomFeatureMechanism
     if not isinstance(mechanism.feature_map, Learned):
         return losses
     call = jax.lax.stop_gradient(request.call)
-    counts = flax_calibration.real_tokens(request)[0][..., None]
-    if request.real is not None:  # It may differ between heads.
+    if request.real is None:
+        counts = flax_calibration.real_tokens(request)[0][..., None]
+    else:  # It may differ between heads.
         counts = jnp.asarray(request.real[..., 0])
     query = jnp.where(counts[..., None], call.query, 0)  # Padding may hold anything.
     call = dataclasses.replace(call, query=query, value=call.key)
@@ -66,6 +67,7 @@ def mean_loss(adapters: Iterable[Losses]) -> jax.Array:
                 "distillation in their variable_axes, nnx.scan and nnx.vmap by an axis of the "
                 "layers that is not None."
             )
-        of_one_call = losses.total / jnp.where(has_calls, losses.num_calls, 1)
+        num_calls = jnp.where(has_calls, losses.num_calls, 1).astype(losses.total.dtype)
+        of_one_call = losses.total / num_calls
         means.append(jnp.mean(jnp.where(has_calls, of_one_call, jnp.nan)))
     return jnp.mean(jnp.stack(means))

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from simrf_jax._src.attention.inputs.call import Axes
+from simrf_jax._src.attention.inputs.masks import as_array
 from simrf_jax._src.attention.inputs.sharding import are_bound
 
 Mask = jax.Array | np.ndarray
@@ -210,7 +211,8 @@ def factors_of_ids(ids: ArrayLike, target: tuple[int, ...], axes: Axes) -> Facto
       axes: Mesh axes that the caller named for the length. Inside ``shard_map`` over them, the ids
         and T are those of one device.
     """
-    ids = jnp.broadcast_to(jnp.asarray(ids), (*target[:-3], 1, 1, target[-1]))[..., 0, 0, :]
+    ids = as_array("Segment ids in a mask", ids)
+    ids = jnp.broadcast_to(ids, (*target[:-3], 1, 1, target[-1]))[..., 0, 0, :]
     fill = functools.partial(_fill, axes=axes if axes and are_bound(axes) else ())
     sharding = jax.typeof(ids).sharding
     if sharding.spec and sharding.spec[-1]:

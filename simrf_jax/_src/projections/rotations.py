@@ -132,10 +132,11 @@ def hadamard_rotation(
     .. math:: R = H D_3 \, H D_2 \, H D_1
 
     where H is the orthogonal Hadamard matrix and each :math:`D_k` holds random signs. R is nearly
-    Haar-distributed: its second moments are exact, and the sums over a row of its fourth moments
-    are off by :math:`(-2/d)^3 (1 - 3/(d+2))`. Kernel estimates are biased by one percent at
-    :math:`|x + y| = 1` for d = 4 and by less for larger d. At :math:`|x + y| = 2` they are biased
-    by several percent for d up to 8 (benchmarks/rotation_bias.py).
+    Haar-distributed: its second moments are exact, and the sum of the fourth moments of a row's
+    entries, which is :math:`3/(d+2)` for a Haar matrix, is off by :math:`(-2/d)^3 (1 - 3/(d+2))`.
+    Kernel estimates are biased by one percent at :math:`|x + y| = 1` for d = 4 and by less for
+    larger d. At :math:`|x + y| = 2` they are biased by several percent for d up to 8
+    (benchmarks/rotation_bias.py).
 
     Args:
       key: A typed PRNG key.

@@ -185,11 +185,11 @@ def choose_num_features(
     instead, with several draws of cross-polytopes: fitted on the first half of the data, and tested
     on the second. Positive and optimal positive features are measured too, because their
     predictions are too high. A measured error reaches ``relative_error`` if its mean plus one
-    standard error does. Data of another kind may have larger errors, and so may sequences of the
-    same kind, several times if one sequence was given: give more. The halves
-    are sequences if there are two or more, otherwise the first and the second half of the tokens,
-    so that each query sees half of the keys. The numbers of features that are tried grow by a fifth
-    or by one. The draws are fixed: equal arguments give equal results.
+    standard error does. Other data may have larger errors: data of another kind, and even other
+    sequences of the same kind, several times larger if you gave only one. So give several
+    sequences. The halves are sequences if there are two or more, otherwise the first and the second
+    half of the tokens, so that each query sees half of the keys. The numbers of features that are
+    tried grow by a fifth or by one. The draws are fixed: equal arguments give equal results.
 
     Args:
       query: Queries ``[..., T, N, H]``.
@@ -274,7 +274,7 @@ def _measured(
         ("calibrated", test.in_coordinates_of(calibration), variances, 0.0),
     ]
     for features, inputs, of_rows, own_parameter in tries:
-        means, spreads = _mean(errors_in_trials(inputs, of_rows, sizes, num_draws))
+        means, spreads = errors_in_trials(inputs, of_rows, sizes, num_draws)
         # All larger numbers of features must reach the error too, so that no lucky draw decides.
         reaches = means + spreads <= relative_error
         is_enough = np.logical_and.accumulate(reaches[::-1])[::-1]
@@ -291,19 +291,6 @@ def _measured(
             relative_error=relative_error,
             mean_squared_distance=squared_distance,
         )
-
-
-def _mean(
-    errors: Float64[np.ndarray, "draws heads queries sizes"],
-) -> tuple[Float64[np.ndarray, " sizes"], Float64[np.ndarray, " sizes"]]:
-    """Returns the mean over heads, and its standard error over draws of W and over queries."""
-    of_draws = errors.sum(axis=2).mean(axis=1)
-    of_queries = errors.shape[2] * errors.mean(axis=0).reshape(-1, errors.shape[-1])
-    variance = np.zeros(errors.shape[-1])
-    for sample in (of_draws, of_queries):
-        if len(sample) > 1:
-            variance += sample.var(axis=0, ddof=1) / len(sample)
-    return of_draws.mean(axis=0), np.sqrt(variance)
 
 
 def _predicted(

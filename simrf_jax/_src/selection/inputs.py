@@ -35,6 +35,12 @@ class QueryPoint(NamedTuple):
     squared_outputs: float
 
     @property
+    def share(self) -> float:
+        """Share of the query's output in ``squared_outputs``."""
+        output = self.probabilities if self.value is None else self.probabilities @ self.value
+        return float(output @ output) / self.squared_outputs
+
+    @property
     def weights(self) -> Float64[np.ndarray, "2 n n"]:
         """Factors of the covariances in the relative errors of the output and of the normalizer.
 

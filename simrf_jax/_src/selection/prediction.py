@@ -77,16 +77,16 @@ def attention_error(
     of the kernel estimates. The expansion holds where these are small. For vectors :math:`x = q
     \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of trials at
     :math:`|x| = |y| = 0.5` in random directions, 5 to 20 % too high at 1, and three times too high
-    at 1.5. If a few axes are long, it is too high earlier, and the more so, the more tokens there
-    are. With standard deviations of 1/i along 32 axes and 64 keys, it is too high by 8 to 15 % for
-    4 queries of root-mean-square length 0.5, and three times for a length of 0.75. For longer
-    vectors, the law of the estimates has heavy tails: a few rare draws make up the variance, the
-    output is bounded as an average of values, and the prediction is far above the error of most
-    draws. A prediction above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large;
-    ``choose_num_features`` measures the error of calibrated features instead. The prediction is far
-    too low where each query attends to nearly one key and the estimate of that kernel has a large
-    error: the expansion weighs all other keys by their exact weights. It is infinite for a head in
-    which some :math:`|x + y|^2` is above 1,000, unless the rows are iid.
+    at 1.5. If a few axes are long, it is too high earlier, and more so with more tokens. With
+    standard deviations of 1/i along 32 axes and 64 keys, it is too high by 8 to 15 % for 4 queries
+    of root-mean-square length 0.5, and three times too high at 0.75. For longer vectors, the law of
+    the estimates has heavy tails: a few rare draws make up the variance, the output is bounded as
+    an average of values, and the prediction is far above the error of most draws. A prediction
+    above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large; ``choose_num_features``
+    measures the error of calibrated features instead. The prediction is far too low where each
+    query attends to nearly one key and the estimate of that kernel has a large error: the expansion
+    weighs all other keys by their exact weights. It is infinite for a head in which some :math:`|x
+    + y|^2` is above 1,000, unless the rows are iid.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.

@@ -17,28 +17,47 @@ Sizes: TypeAlias = Int[np.ndarray, " sizes"]  # Numbers of rows.
 
 def errors_in_trials(
     inputs: AttentionInputs, variances: Variances, sizes: Sizes, num_draws: int
-) -> Float64[np.ndarray, "num_draws heads queries sizes"]:
-    """Returns squared errors of attention for draws of W, relative to the outputs of each head.
+) -> tuple[Float64[np.ndarray, " sizes"], Float64[np.ndarray, " sizes"]]:
+    """Returns the mean relative squared error of attention over heads, and its standard error.
 
-    The sum over a head's queries is the relative squared error of the head. The rows are cross-
-    polytopes from one fixed PRNG key, so the errors are a function of the arguments. The first rows
-    of a projection form a projection with fewer rows.
+    The standard error is that of draws of W and of the choice of queries. The rows are
+    cross-polytopes from one fixed PRNG key, so the errors are a function of the arguments. The
+    first rows of a projection form a projection with fewer rows.
 
     Args:
       inputs: Inputs in the coordinates of the map.
       variances: Variances of the rows of each head.
       sizes: Ascending numbers of rows.
-      num_draws: Number of draws.
+      num_draws: Number of draws, at least 2.
     """
-    keys = jax.random.split(jax.random.key(0), (len(inputs.heads), num_draws))
-    result = np.empty((num_draws, len(inputs.heads), inputs.x.shape[-2], len(sizes)))
+    num_heads = len(inputs.heads)
+    keys = jax.random.split(jax.random.key(0), (num_heads, num_draws))
+    of_draws, variance = np.zeros((num_draws, len(sizes))), np.zeros(len(sizes))
     for i, head in enumerate(inputs.heads):
         points = list(inputs.queries(head))
         draws = np.asarray(_draw_rows(keys[i], int(sizes[-1]), inputs.dim), np.float64)
+        of_queries = np.zeros((len(points), len(sizes)))
         for j, rows in enumerate(draws):
-            for t, point in enumerate(points):
-                result[j, i, t] = _squared_errors(point, rows, variances[head[-1]], sizes)
-    return result
+            errors = [_squared_errors(one, rows, variances[head[-1]], sizes) for one in points]
+            of_draws[j] += np.sum(errors, axis=0) / num_heads
+            of_queries += np.divide(errors, num_draws)
+        shares = np.array([point.share for point in points])
+        variance += variance_of_ratio(of_queries, shares) / num_heads**2
+    variance += of_draws.var(axis=0, ddof=1) / num_draws
+    return of_draws.mean(axis=0), np.sqrt(variance)
+
+
+def variance_of_ratio(
+    errors: Float64[np.ndarray, "queries sizes"], shares: Float64[np.ndarray, " queries"]
+) -> Float64[np.ndarray, " sizes"]:
+    """Returns the variance of a head's relative error over a random choice of its queries.
+
+    Args:
+      errors: Squared errors of the queries, relative to the squared norm of all outputs.
+      shares: Shares of the queries in this squared norm.
+    """
+    residuals = errors - shares[:, None] * np.sum(errors, axis=0)
+    return np.sum(residuals**2, axis=0) * len(errors) / max(len(errors) - 1, 1)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -187,8 +187,8 @@ def mse_ratio(
 
     Args:
       v: Distances :math:`|x + y|`, or :math:`|x - y|` for trigonometric features; any shape, at
-        least 0. At 0, where both errors vanish, the result is the limit of the ratio; it
-        is infinite if ``parameter`` is not 0.
+        least 0. At 0 the result is the limit of the ratio, which is infinite if
+        ``parameter`` is not 0, because only the denominator vanishes.
       num_features: Number of rows m of the projection.
       dim: Dimension d.
       coupling: Coupling in the numerator: ``"iid"``, ``"orthogonal"``, ``"simplex"`` or

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Integer, Shaped
 
+from simrf_jax._src import checks
+
 # A size may be symbolic under jax.export.
 Size: TypeAlias = Any
 Shape: TypeAlias = tuple[Size, ...]
@@ -32,6 +34,8 @@ def to_int32(
 ) -> Integer[Array, "*shape"]:
     """Returns integers as int32; those that do not fit become the nearest, instead of wrapping."""
     xp: Any = jnp if isinstance(x, jax.Array) else np
+    if x.dtype == jnp.int32:
+        return jnp.asarray(x)
     theirs, ours = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     x = xp.clip(x, max(theirs.min, ours.min), min(theirs.max, ours.max))
     return jnp.asarray(x, jnp.int32)
@@ -43,13 +47,16 @@ def as_array(name: str, x: Unchecked) -> Shaped[Array, " ..."]:
     Raises:
       ValueError: If they do not fit the integers of JAX, which would wrap them.
     """
-    array = jnp.asarray(x)
-    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
-        is_wrapped = x.astype(array.dtype) != x
+    if isinstance(x, jax.Array) or checks.is_traced(x):
+        return jnp.asarray(x)
+    given = np.asarray(x)
+    array = jnp.asarray(given)
+    if array.dtype != given.dtype and np.issubdtype(given.dtype, np.integer):
+        is_wrapped = given.astype(array.dtype) != given
         if np.any(is_wrapped):
             raise ValueError(
                 f"{name} must fit {array.dtype.name}, as jax_enable_x64 is off, got "
-                f"{x[is_wrapped][0]}."
+                f"{given[is_wrapped].flat[0]}."
             )
     return array
 
