@@ -22,6 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures, compiled, hide
@@ -400,21 +401,26 @@ def _attend_chunk(
     readout = _read_in_units(queries, in_units, visible, carry, chunk, visibility)
     state = _add_in_units(kept.state, in_units, chunk.value, visibility.in_last)
 
+    # Inside shard_map, not all devices take the branch. If it computed features, XLA could put
+    # collectives over other axes into it, which would wait forever.
+    is_manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+
     def by_pairs(
         sums: Float[Array, "B C K G columns"],
         shift: Float[Array, "B C K G 1"],
         state: AttentionState,
     ) -> tuple[Float[Array, "B C K G columns"], Float[Array, "B C K G 1"], AttentionState]:
-        # Computed again, because XLA on GPUs would write them to memory in every step, even if it
-        # does not take this branch.
-        visibility = visible_from()
-        queries = features.queries(chunk.query)
-        keys, _ = features.keys(chunk.key, chunk.log_weights)
-        hidden = queries._replace(features=hide(queries.features, visibility.carried))
+        visibility, again, own = visible_from(), queries, keys
+        if not is_manual:
+            # XLA on GPUs would write them to memory in every step, even if it does not take this
+            # branch.
+            again = features.queries(chunk.query)
+            own, _ = features.keys(chunk.key, chunk.log_weights)
+        hidden = again._replace(features=hide(again.features, visibility.carried))
         earlier = carry.state.read(hidden, carry.poisoned, chunk.value.dtype)
         pairs = visibility.pairs(chunk.value.shape[1])
-        in_pairs = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
-        with_all = kept.state.add_keys(hide(keys, visibility.in_last), chunk.value)
+        in_pairs = earlier.add(_read_pairs(again, own, chunk.value, pairs))
+        with_all = kept.state.add_keys(hide(own, visibility.in_last), chunk.value)
         # Replace only results that involve a large key, so that its rounding reaches no other
         # output.
         of_queries = visibility.any(is_large)[..., None, None]
