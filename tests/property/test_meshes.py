@@ -153,3 +153,28 @@ def test_many_meshes(mechanism, mode, kind):
         check_gradients(program, data, functools.partial(run, layout))
 
     holds()
+
+
+@pytest.mark.devices(8)
+def test_a_branch_that_some_devices_take_waits_for_no_others():
+    """XLA had put a collective into the branch for large keys, which some devices never reached."""
+    program = Program(
+        mechanism="features",
+        mode="causal",
+        batch=(2,),
+        length=16,
+        key_length=16,
+        heads=4,
+        key_heads=4,
+        dim=8,
+        width=1,
+        maps=("hyperbolic",),
+        num_features=16,
+        per_head=True,
+        dtype="bfloat16",
+        mask="s",
+        chunk_size=1,
+    )
+    data = Data(seed=87, spread=2.0, size=1e-25, shown=0.7, plants=("0", "2", "0"), whole=False)
+    layout = Layout(kind="auto", sizes=(2, 2, 1))
+    check_gradients(program, data, functools.partial(run, layout))
