@@ -33,9 +33,9 @@ def to_int32(
     x: Integer[np.ndarray, "*shape"] | Integer[Array, "*shape"],
 ) -> Integer[Array, "*shape"]:
     """Returns integers as int32; those that do not fit become the nearest, instead of wrapping."""
-    xp: Any = jnp if isinstance(x, jax.Array) else np
     if x.dtype == jnp.int32:
         return jnp.asarray(x)
+    xp: Any = jnp if isinstance(x, jax.Array) else np
     theirs, ours = jnp.iinfo(x.dtype), jnp.iinfo(jnp.int32)
     x = xp.clip(x, max(theirs.min, ours.min), min(theirs.max, ours.max))
     return jnp.asarray(x, jnp.int32)

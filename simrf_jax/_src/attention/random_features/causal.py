@@ -410,23 +410,23 @@ def _attend_chunk(
         shift: Float[Array, "B C K G 1"],
         state: AttentionState,
     ) -> tuple[Float[Array, "B C K G columns"], Float[Array, "B C K G 1"], AttentionState]:
-        visibility, again, own = visible_from(), queries, keys
+        visibility, of_queries, of_keys = visible_from(), queries, keys
         if not is_manual:
-            # XLA on GPUs would write them to memory in every step, even if it does not take this
-            # branch.
-            again = features.queries(chunk.query)
-            own, _ = features.keys(chunk.key, chunk.log_weights)
-        hidden = again._replace(features=hide(again.features, visibility.carried))
+            # As arguments, XLA on GPUs would write features to memory in every step, even if it
+            # does not take this branch.
+            of_queries = features.queries(chunk.query)
+            of_keys, _ = features.keys(chunk.key, chunk.log_weights)
+        hidden = of_queries._replace(features=hide(of_queries.features, visibility.carried))
         earlier = carry.state.read(hidden, carry.poisoned, chunk.value.dtype)
         pairs = visibility.pairs(chunk.value.shape[1])
-        in_pairs = earlier.add(_read_pairs(again, own, chunk.value, pairs))
-        with_all = kept.state.add_keys(hide(own, visibility.in_last), chunk.value)
+        in_pairs = earlier.add(_read_pairs(of_queries, of_keys, chunk.value, pairs))
+        with_all = kept.state.add_keys(hide(of_keys, visibility.in_last), chunk.value)
         # Replace only results that involve a large key, so that its rounding reaches no other
         # output.
-        of_queries = visibility.any(is_large)[..., None, None]
+        is_changed = visibility.any(is_large)[..., None, None]
         of_state = jnp.any(is_large & visibility.in_last[..., None], axis=1)[..., None]
-        sums = jnp.where(of_queries, in_pairs.sums, sums)
-        shift = jnp.where(of_queries, in_pairs.shift, shift)
+        sums = jnp.where(is_changed, in_pairs.sums, sums)
+        shift = jnp.where(is_changed, in_pairs.shift, shift)
         state = AttentionState(
             jnp.where(of_state[..., None], with_all.sums, state.sums),
             jnp.where(of_state, with_all.maxima, state.maxima),
