@@ -12,7 +12,11 @@ from simrf_jax import (
 )
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.random_features.causal import causal_attention
-from simrf_jax._src.attention.random_features.state import AttentionState
+from simrf_jax._src.attention.random_features.state import (
+    AttentionState,
+    join_length,
+    split_length,
+)
 from tests import formulas
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
@@ -28,8 +32,20 @@ def triangle(length, key_length=None):
     return np.tri(length, key_length or length, dtype=bool)
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("length", "chunks"),
+    [(0, (0, 1)), (1, (1, 1)), (37, (1, 37)), (64, (1, 64)), (65, (2, 40)), (197, (4, 56))],
+)
+def test_chunks_of_equal_size_need_little_padding(length, chunks):
+    positions = np.arange(length, dtype=np.float32)[None]
+    split = split_length(positions, 64, -1)
+    assert (split.shape[0], split.shape[2]) == chunks
+    np.testing.assert_array_equal(join_length(split, length), positions)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 2, 7, 16, 33])
+@pytest.mark.parametrize("length", [1, 2, 7, 16, 33, 70])
 @pytest.mark.parametrize("chunk_size", [1, 2, 8, 64])
 def test_any_length_and_chunk(length, chunk_size):
     q, k, v = inputs(length, width=5)

@@ -277,15 +277,17 @@ def pad(
 
 
 def split_length(tree: Tree, size: int, fill: float | None) -> Tree:
-    """Splits arrays ``[B, length, ...]`` into ``[chunks, B, size, ...]``, padded by ``pad``.
+    """Splits arrays ``[B, length, ...]`` into the fewest chunks of at most ``size`` positions.
 
-    The size of a chunk is at most the least power of two that the length fits into.
+    The chunks, ``[chunks, B, positions, ...]``, have equal sizes. If there are several, ``pad``
+    makes these multiples of 8, the rows of a tile on a TPU.
     """
 
     def split(x: Shaped[Array, "B length *rest"]) -> Shaped[Array, "chunks B size *rest"]:
         length, chunk = x.shape[1], size
         if isinstance(length, int):  # Not symbolic, of jax.export.
-            chunk = min(size, 1 << max(length - 1, 0).bit_length())
+            count = -(-length // size)
+            chunk = max(length, 1) if count <= 1 else min(size, 8 * -(-length // (8 * count)))
         count = -(-length // chunk)
         x = pad(x, 0, count * chunk - length, fill)
         return jnp.moveaxis(x.reshape(x.shape[0], count, chunk, *x.shape[2:]), 1, 0)
