@@ -1,5 +1,7 @@
 """Errors of trigonometric features for all kernels, against integrals of another form."""
 
+import itertools
+
 import mpmath
 import numpy as np
 import pytest
@@ -7,8 +9,8 @@ import scipy.integrate
 import scipy.special
 
 from simrf_jax import theory
-from simrf_jax._src.theory import oscillating
-from simrf_jax._src.theory.pairs import coupled_rows
+from simrf_jax._src.theory import oscillating, series
+from simrf_jax._src.theory.pairs import Pairs, Rows, coupled_rows
 from simrf_jax.kernels import Gaussian, Matern, PoweredExponential, RationalQuadratic
 
 pytestmark = pytest.mark.fast
@@ -40,8 +42,8 @@ def mean_cosine(kernel, x):
     """Returns E cos(w_1 x) given the direction, in three dimensions, where 1F1 is elementary."""
     q = x**2 / 2
     if isinstance(kernel, RationalQuadratic):
-        base = 1 + q / kernel.alpha
-        return base**-kernel.alpha - 2 * q * base ** (-kernel.alpha - 1)
+        value = np.exp(-kernel.alpha * np.log1p(q / kernel.alpha))
+        return value * (1 - 2 * q / (1 + q / kernel.alpha))
     root = np.sqrt(2 * q)  # The Laplace kernel.
     return (1 - root) * np.exp(-root)
 
@@ -63,26 +65,55 @@ def test_orthogonal_rows_against_an_integral_over_the_sphere(kernel, v):
     np.testing.assert_allclose(gap, (single**2 - joint) * 2 / 3, atol=1e-11)
 
 
-@pytest.mark.parametrize("kernel", [RationalQuadratic(0.3), *LAPLACE], ids=str)
-def test_parallel_rows_against_an_integral_over_the_sphere(kernel):
+@pytest.mark.parametrize("v", [0.1, 1.0, 5.0, 30.0, 1e3, 1e5])
+@pytest.mark.parametrize(
+    "kernel", [RationalQuadratic(0.3), RationalQuadratic(1e4), *LAPLACE], ids=str
+)
+def test_parallel_rows_against_an_integral_over_the_sphere(kernel, v):
     # The pairs of a cross-polytope, in three dimensions, whose series falls like a power.
-    for v in (0.1, 1.0, 5.0):
-        square = scipy.integrate.quad(
-            lambda u, v=v: mean_cosine(kernel, u * v) ** 2, 0, 1, epsabs=1e-12
-        )[0]
-        single = np.exp(-v) if kernel in LAPLACE else (1 + v**2 / 2 / kernel.alpha) ** -kernel.alpha
-        x = np.array([v, 0.0, 0.0])
-        options = {"features": "trigonometric", "kernel": kernel}
-        pair = theory.kernel_mse(x, 0 * x, 2, coupling="cross_polytope", **options)
-        iid = theory.kernel_mse(x, 0 * x, 2, coupling="iid", **options)
-        np.testing.assert_allclose(pair - iid, (square - single**2) / 2, rtol=1e-6)
+    edges = np.append(0.0, np.geomspace(min(0.1, v), v, 40)) / v
+    square = sum(
+        scipy.integrate.quad(lambda u: mean_cosine(kernel, u * v) ** 2, *panel, epsabs=1e-14)[0]
+        for panel in itertools.pairwise(edges)
+    )
+    single = np.exp(-v)
+    if kernel not in LAPLACE:
+        single = np.exp(-kernel.alpha * np.log1p(v**2 / 2 / kernel.alpha))
+    x = np.array([v, 0.0, 0.0])
+    options = {"features": "trigonometric", "kernel": kernel}
+    pair = theory.kernel_mse(x, 0 * x, 2, coupling="cross_polytope", **options)
+    iid = theory.kernel_mse(x, 0 * x, 2, coupling="iid", **options)
+    np.testing.assert_allclose(pair - iid, (square - single**2) / 2, rtol=1e-8)
+
+
+@pytest.mark.parametrize(
+    "kernel", [Gaussian(), Matern(2.5), Matern(0.5), RationalQuadratic(1e4)], ids=str
+)
+@pytest.mark.parametrize("dim", [2, 8, pytest.param(512, marks=pytest.mark.slow)])
+def test_far_away_covariances_of_parallel_rows_fall_like_the_distance(kernel, dim):
+    # Rows are correlated for directions at a right angle to x - y, up to an angle of 1 / z.
+    z = np.array([1e4, 1e5])
+    options = {"coupling": "cross_polytope", "features": "trigonometric", "kernel": kernel}
+    excess = theory.mse_ratio(z, 2 * dim, dim, **options) - 1
+    assert excess[0] > 0
+    np.testing.assert_allclose(excess[1] / excess[0], 0.1, rtol=1e-5)
+    assert theory.mse_ratio(np.inf, 2 * dim, dim, **options) == 1
+
+
+@pytest.mark.parametrize("dim", [2, 3, 64])
+def test_far_away_the_series_of_all_kernels_continues_that_of_the_gaussian_one(dim):
+    rows, t = Rows(2 * dim, dim, "chi", (Pairs(1.0, -1.0),)), np.array([1e3, 1e4, 1e5])
+    expected = series.trigonometric_ratio(t, rows) - 1
+    found = oscillating.trigonometric_ratio(t, rows, Gaussian()) - 1
+    np.testing.assert_allclose(found, expected, rtol=1e-8)
 
 
 @pytest.mark.parametrize("dim", [2, 5, 64])
 def test_coefficients_against_mpmath(dim):
     q = np.array([1e-6, 0.3, 20.0, 3e3, 1e9])
-    found = oscillating._coefficients(q, dim)
-    for n in (1, 2, 30):
+    degrees = (1, 2, 30, 1000)
+    found = oscillating._coefficients(q, dim, np.array(degrees, float))
+    for row, n in zip(found, degrees, strict=True):
         multiplicity = scipy.special.comb(2 * n + dim - 1, dim - 1, exact=True)
         multiplicity -= scipy.special.comb(2 * n + dim - 3, dim - 1, exact=True)
         for i, x in enumerate(q):
@@ -90,7 +121,7 @@ def test_coefficients_against_mpmath(dim):
                 z, half = mpmath.mpf(float(x)), mpmath.mpf(dim) / 2
                 expected = z**n * mpmath.gamma(n + half) / mpmath.gamma(2 * n + half)
                 expected *= mpmath.hyp1f1(n + half, 2 * n + half, -z) * mpmath.sqrt(multiplicity)
-            np.testing.assert_allclose(found[n - 1, i], float(expected), rtol=1e-11, atol=1e-40)
+            np.testing.assert_allclose(row[i], float(expected), rtol=1e-10, atol=1e-40)
 
 
 @pytest.mark.parametrize("dim", [1, 2, 7, 200])

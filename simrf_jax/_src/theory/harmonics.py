@@ -200,7 +200,8 @@ class RowCovariances:
         log_scale += log_inflation(parameter, self.dim)
         z = (1 + excess / 2) * lengths[:, None] * lengths
         log_products = log_scale + log_bessel(z, self.dim, self.degrees)
-        products = np.exp(log_products + log_multiplicities(self.dim, self.degrees)[:, None, None])
+        log_n = log_multiplicities(self.dim, np.arange(self.degrees + 1.0))
+        products = np.exp(log_products + log_n[:, None, None])
         products[0] = np.expm1(log_products[0])
         return products
 
@@ -258,7 +259,7 @@ def mean_coefficients(distances: Vector, dim: int, degrees: int) -> Float64[np.n
         log_poisson = special.xlogy(j, half_t) - half_t - special.gammaln(j + 1)
         averages = np.exp(log_ratios - log_ratios[0]).T @ np.exp(log_poisson)
         log_powers = special.xlogy(k[:, None], distances**2 / 2) / 2
-        log_scale = log_ratios[0] + log_multiplicities(dim, degrees) / 2
+        log_scale = log_ratios[0] + log_multiplicities(dim, np.arange(degrees + 1.0)) / 2
         return averages * np.exp(log_powers + log_scale[:, None])
 
 
@@ -283,7 +284,7 @@ def radial_coefficients(
     z = np.sqrt(1 - 4 * parameter) * norms[:, None] * distances
     log_weights = dim / 2 * np.log1p(-4 * parameter) + 2 * parameter * norms**2 + log_scale
     result = log_bessel(z, dim, degrees)
-    result += log_multiplicities(dim, degrees)[:, None, None] / 2
+    result += log_multiplicities(dim, np.arange(degrees + 1.0))[:, None, None] / 2
     result += log_weights[:, None] - distances**2 / 2
     return np.exp(result, out=result)
 
@@ -312,8 +313,9 @@ def log_bessel(
     return np.cumsum(result, axis=0, out=result)
 
 
-def log_multiplicities(dim: int, degrees: int) -> Float64[np.ndarray, " {degrees}+1"]:
+def log_multiplicities(dim: int, k: Vector) -> Vector:
     """Returns the log of N_k, the number of spherical harmonics of degree k."""
-    k = np.arange(1.0, degrees + 1)
-    log_n = np.log(2 * k + dim - 2) + special.gammaln(k + dim - 2)
-    return np.concatenate([[0.0], log_n - special.gammaln(k + 1) - special.gammaln(dim - 1)])
+    positive = np.maximum(k, 1)
+    log_n = np.log(2 * positive + dim - 2) + special.gammaln(positive + dim - 2)
+    log_n -= special.gammaln(positive + 1) + special.gammaln(dim - 1)
+    return np.where(k > 0, log_n, 0.0)

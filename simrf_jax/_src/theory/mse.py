@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
@@ -16,6 +18,8 @@ from simrf_jax._src.theory.pairs import Rows, coupled_rows
 from simrf_jax._src.theory.positive import log_relative_mse
 from simrf_jax._src.theory.quadrature import Vector
 from simrf_jax._src.theory.series import positive_series, trigonometric_ratio
+
+_FAR = 1e5  # Squared distance from which on ``oscillating`` keeps more digits than ``series``.
 
 
 def kernel_mse(
@@ -361,11 +365,13 @@ def _is_plain(rows: Rows, parameter: Float64[np.ndarray, "*shape"]) -> bool:
 def _ratio_to_iid(
     t: Float64[np.ndarray, "*shape"], rows: Rows, features: Features, kernel: ScaleMixture
 ) -> Float64[np.ndarray, "*shape"]:
+    of_all_kernels = functools.partial(oscillating.trigonometric_ratio, kernel=kernel)
+
     def ratio(t: Vector) -> Vector:
         if _is_oscillating(rows, features, kernel):
-            return oscillating.trigonometric_ratio(t, rows, kernel)
+            return of_all_kernels(t, rows)
         if features == "trigonometric":
-            return trigonometric_ratio(t, rows)
+            return np.piecewise(t, [t > _FAR], [of_all_kernels, trigonometric_ratio], rows)
         return positive_series(t, rows, even=features == "hyperbolic")
 
     # Without coupled pairs the ratio is exactly 1.

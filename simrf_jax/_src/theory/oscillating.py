@@ -16,7 +16,8 @@ independent, it is the Gegenbauer series of ``harmonics`` at imaginary distances
 
 These forms keep their digits at small distances. All averages over s are one integral over
 :math:`\log q`, in which the kernel enters only through its density: the nodes are the same for all
-distances and kernels.
+distances. For parallel rows, whose :math:`P_{2n}` are 1, the sum over large n is an integral over
+:math:`\log n`, because far away its terms begin to fall only where n is about :math:`z \sqrt d`.
 
 Antithetic and stratified norms are averaged over the norms themselves. A row of the norm a has
 :math:`E \cos(w \cdot (x - y)) = \Lambda(a z)` with the characteristic function
@@ -52,11 +53,12 @@ from simrf_jax._src.theory.quadrature import Nodes, Vector, over_chunks, sum_by_
 NodesOfStrata: TypeAlias = Float64[np.ndarray, "strata nodes"]
 
 _LEAST, _MOST = -60.0, 80.0  # Range of log q.
-_DEGREES = 256  # Terms of the series.
+_DEGREES = 256  # Terms of the series that are added up one by one.
+_MOST_DEGREES = 1e12  # Terms beyond are negligible up to the largest distance.
 _NODES = 256  # Nodes of the integral over y; a quarter as many from degree 8 on.
 # The ratio at 0 is computed at this distance. Averages over norms lose digits below it.
 _SMALLEST = {"chi": 1e-8, "shared": 1e-8, "pair": 1e-8, "antithetic": 1e-4}
-_LARGEST = 1e8
+_LARGEST = 1e8  # Farther away, rows of independent norms count as uncorrelated.
 _LARGEST_NORMAL = 8.5  # Less than 1e-17 of all norms lie beyond it.
 _RADIANS, _FALL = 400.0, 20.0  # Middle and width of the taper.
 _MOST_RADIANS = _RADIANS + 5 * _FALL  # The taper is 0 to rounding beyond it.
@@ -117,7 +119,7 @@ def _over_chunks(
     function: Callable[[_Covariances], Vector], t: Vector, rows: Rows, kernel: ScaleMixture
 ) -> Vector:
     """Evaluates a function of the covariances at squared distances, in bounded memory."""
-    width = 1 if kernel == GAUSSIAN else _log_q(kernel.step).size
+    width = 1 if kernel == GAUSSIAN else _log_q(_step(kernel, rows.dim)).size
     return over_chunks(lambda t: function(_Covariances(t, rows, kernel)), t, width)
 
 
@@ -131,9 +133,13 @@ class _Covariances:
         if kernel == GAUSSIAN:
             self._q, self._weights = half_t, np.eye(half_t.size)
         else:
-            log_q = _log_q(kernel.step)
+            step = _step(kernel, rows.dim)
+            log_q = _log_q(step)
             log_density = kernel.log_density(log_q[:, None] - np.log(half_t))
-            self._q, self._weights = np.exp(log_q), kernel.step * np.exp(log_density)
+            used = np.flatnonzero(np.any(log_density > -700, axis=1))
+            self._nodes = int(used[0]), int(used[-1]) + 1  # The others have no weight.
+            self._q = np.exp(log_q[slice(*self._nodes)])
+            self._weights = step * np.exp(log_density[slice(*self._nodes)])
 
     def of_all(self, rows: Rows) -> Vector:
         """Returns the mean squared error of rows, multiplied by their number."""
@@ -158,14 +164,8 @@ class _Covariances:
         if pair.norms == "independent":
             return self._independent(pair.cosine)
 
-        def products_in(num_strata: int) -> Vector:
-            each = (self._mean_product_in_strata(z, pair.cosine, num_strata) for z in self._z)
-            return np.array([*each])
-
-        products, (mean, _) = products_in(self._num_rows), self._means_of_strata
-        # At the cosines 1 and -1 the series needs more terms far away than it has.
-        is_parallel = abs(pair.cosine) == 1
-        independent = products_in(1) - mean**2 if is_parallel else self._independent(pair.cosine)
+        products = np.array([self._mean_product_in_strata(z, pair.cosine) for z in self._z])
+        independent, (mean, _) = self._independent(pair.cosine), self._means_of_strata
         return independent + (independent + mean**2 - products) / (self._num_rows - 1)
 
     def of_uncoupled_rows(self) -> Vector:
@@ -182,24 +182,32 @@ class _Covariances:
         """Returns the covariance of two rows of independent norms."""
         if self._dim == 1:
             return np.zeros_like(self._z)
-        polynomials = gegenbauer(np.array(cosine), self._dim, 2 * _DEGREES)[2::2, None]
-        terms = polynomials * self._mean_coefficients**2
+        if abs(cosine) == 1:
+            return self._sum_over_all_degrees
+        # The signs alternate, and a smooth cutoff is exact to rounding.
         n = np.arange(1.0, _DEGREES + 1)
-        if abs(cosine) < 1:  # The signs alternate, and a smooth cutoff is exact to rounding.
-            return special.erfc((n - 0.75 * _DEGREES) / (_DEGREES / 14)) / 2 @ terms
-        # The terms fall like a power of n; Euler-Maclaurin gives the sum of the remaining ones.
-        last, half = terms[-1], terms[_DEGREES // 2 - 1]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            power = np.log2(half / last)
-            rest = last * (_DEGREES / (power - 1) - 0.5 + power / (12 * _DEGREES))
-        return terms.sum(axis=0) + np.where(last > 1e-30, rest, 0)
+        cutoff = special.erfc((n - 0.75 * _DEGREES) / (_DEGREES / 14)) / 2
+        polynomials = gegenbauer(np.array(cosine), self._dim, 2 * _DEGREES)[2::2]
+        return cutoff * polynomials @ self._first_terms
 
     @functools.cached_property
-    def _mean_coefficients(self) -> Float64[np.ndarray, "degrees n"]:
-        """The means of sqrt(N_2n) G_n(q) over s."""
+    def _first_terms(self) -> Float64[np.ndarray, "degrees n"]:
+        """N_2n (E G_n)^2 for n = 1, ..., ``_DEGREES``."""
+        return self._mean_coefficients(is_parallel=False) ** 2
+
+    @functools.cached_property
+    def _sum_over_all_degrees(self) -> Vector:
+        """The sum of N_2n (E G_n)^2 over all n."""
+        _, weights = _rule_of_degrees(self._dim)
+        total = weights @ self._mean_coefficients(is_parallel=True) ** 2
+        return np.where(self._z < _LARGEST, total, 0.0)
+
+    def _mean_coefficients(self, *, is_parallel: bool) -> Float64[np.ndarray, "degrees n"]:
+        """Returns the means of sqrt(N_2n) G_n(q) over s for ``_degrees``."""
         if self._kernel == GAUSSIAN:
-            return _coefficients(self._q, self._dim)
-        return _coefficients_at_nodes(self._kernel.step, self._dim) @ self._weights
+            return _coefficients(self._q, self._dim, _degrees(self._dim, is_parallel))
+        step = _step(self._kernel, self._dim)
+        return _coefficients_at_nodes(step, *self._nodes, self._dim, is_parallel) @ self._weights
 
     def _antithetic(self, z: float, cosine: float) -> float:
         """Returns the covariance of two rows of antithetic norms at one distance."""
@@ -224,10 +232,10 @@ class _Covariances:
         alone, together = deficits[:2].sum(), deficits[2:].sum()
         return alone - together / 2 - (alone / 2) ** 2
 
-    def _mean_product_in_strata(self, z: float, cosine: float, num_strata: int) -> float:
+    def _mean_product_in_strata(self, z: float, cosine: float) -> float:
         """Returns the mean over strata of E (1 - cos) (1 - cos') for two norms of one stratum."""
-        total = 0.0
-        for normal, weights in self._strata(z, num_strata):
+        total, num_strata = 0.0, self._num_rows
+        for normal, weights in self._strata(z):
             r = z * self._norm(normal)
             taper = _taper(r / self._unit)
             tapers = taper[:, :, None] * taper[:, None]
@@ -247,9 +255,9 @@ class _Covariances:
                 total += integral * np.sum(weights * (1 - taper**2) * density)
         return total / num_strata
 
-    def _strata(self, z: float, num_strata: int) -> Iterator[tuple[NodesOfStrata, NodesOfStrata]]:
+    def _strata(self, z: float) -> Iterator[tuple[NodesOfStrata, NodesOfStrata]]:
         """Yields normal variables in some strata, and weights that add up to 1 in each stratum."""
-        grid, norms = self._grid
+        (grid, norms), num_strata = self._grid, self._num_rows
         place = _place(grid, np.minimum(z * norms / self._unit, _MOST_RADIANS))
         normal = special.ndtri(np.arange(num_strata + 1) / num_strata)
         edges = np.interp(normal, grid, place)
@@ -274,7 +282,7 @@ class _Covariances:
             r = z * self._norm(normal)
             return np.sum(weights * _deficit(r, _taper(r / self._unit), self._dim), axis=-1)
 
-        return np.concatenate([mean(*rule) for rule in self._strata(z, self._num_rows)])
+        return np.concatenate([mean(*rule) for rule in self._strata(z)])
 
     @functools.cached_property
     def _grid(self) -> tuple[Nodes, Nodes]:
@@ -292,20 +300,50 @@ class _Covariances:
         return _norm(self._kernel, self._dim)
 
 
+def _step(kernel: ScaleMixture, dim: int) -> float:
+    """Returns the distance of nodes of log q: G_n is narrower in higher dimensions."""
+    return kernel.step / np.ceil(kernel.step * dim**0.5 / 1.4)
+
+
 def _log_q(step: float) -> Nodes:
     return np.arange(_LEAST, _MOST, step)
 
 
 @functools.lru_cache(maxsize=16)
-def _coefficients_at_nodes(step: float, dim: int) -> Float64[np.ndarray, "degrees nodes"]:
-    return _coefficients(np.exp(_log_q(step)), dim)
+def _rule_of_degrees(dim: int) -> tuple[Nodes, Nodes]:
+    """Returns numbers n, the first of them 1 to ``_DEGREES``, and weights of a sum over all n > 0.
+
+    The sum of the later terms f(n) is their integral, by a Gauss rule over panels of log n, plus
+    f' / 24 at its lower end, the correction of the midpoint rule.
+    """
+    first, last = np.log(_DEGREES + 0.5), np.log(_MOST_DEGREES)
+    edges = np.linspace(first, last, int(np.ceil(16 * max(1.0, dim**0.5 / 4))) + 1)
+    roots, weights = np.polynomial.legendre.leggauss(_PANEL_NODES)
+    half = np.diff(edges)[:, None] / 2
+    later = np.exp(edges[:-1, None] + half * (1 + roots))
+    n = np.concatenate([np.arange(1.0, _DEGREES + 2), later.ravel()])
+    weights_of_n = np.concatenate([np.ones(_DEGREES), [0.0], (half * weights * later).ravel()])
+    weights_of_n[_DEGREES - 1 : _DEGREES + 1] += np.array([-1, 1]) / 24
+    return n, weights_of_n
 
 
-def _coefficients(q: Vector, dim: int) -> Float64[np.ndarray, "degrees n"]:
-    """Returns sqrt(N_2n) G_n(q) for n = 1, ..., ``_DEGREES``."""
-    log_n = log_multiplicities(dim, 2 * _DEGREES)[2::2] / 2
-    result = np.empty((_DEGREES, q.size))
-    for n in range(1, _DEGREES + 1):
+def _degrees(dim: int, is_parallel: bool) -> Nodes:
+    """Returns the numbers n of the terms that two rows need."""
+    return _rule_of_degrees(dim)[0] if is_parallel else np.arange(1.0, _DEGREES + 1)
+
+
+@functools.lru_cache(maxsize=8)
+def _coefficients_at_nodes(
+    step: float, first: int, end: int, dim: int, is_parallel: bool
+) -> Float64[np.ndarray, "degrees nodes"]:
+    return _coefficients(np.exp(_log_q(step)[first:end]), dim, _degrees(dim, is_parallel))
+
+
+def _coefficients(q: Vector, dim: int, degrees: Nodes) -> Float64[np.ndarray, "degrees n"]:
+    """Returns sqrt(N_2n) G_n(q) for the numbers n."""
+    log_n = log_multiplicities(dim, 2 * degrees) / 2
+    result = np.empty((degrees.size, q.size))
+    for i, n in enumerate(degrees):
         # In the logit of y the integrand is log-concave, with tail slopes n + d/2 and -n.
         a, b = n + dim / 2, 2 * n + dim / 2 + q
         peak = 2 * a / (b + np.sqrt(b**2 - 4 * q * a))
@@ -319,7 +357,7 @@ def _coefficients(q: Vector, dim: int) -> Float64[np.ndarray, "degrees n"]:
         largest = np.max(log_integrand, axis=0)
         total = np.sum(np.exp(log_integrand - largest), axis=0)
         log_integral = np.log(total) + largest + np.log(step)
-        result[n - 1] = np.exp(log_n[n - 1] + n * np.log(q) - special.gammaln(n) + log_integral)
+        result[i] = np.exp(log_n[i] + n * np.log(q) - special.gammaln(n) + log_integral)
     return result
 
 
