@@ -275,8 +275,10 @@ class Layer:
                 learning = _step(*learning, mechanism, fit[number], pairs, optimizer=optimizer)
             return learning[0]
 
-        # The optimizer's numbers, such as its rates, are in its program and not in its state.
-        step = jax.make_jaxpr(optimizer.update)(rows, state, rows)
+        # The optimizer's numbers, such as its rates, are in its program and not in its state. Those
+        # of an inner jit would be neither in the text of the program nor among its constants.
+        with jax.disable_jit():
+            step = jax.make_jaxpr(optimizer.update)(rows, state, rows)
         inputs = (mechanism, state, step.consts, numbers, fit)
         found = self.kept.recall(f"features learned for {option} by {step}", inputs, learn)
         return dataclasses.replace(learned, **jax.tree.map(jnp.asarray, found))
