@@ -128,7 +128,7 @@ def near_field(
     value: jax.Array,
     *,
     bandwidth: int,
-    is_causal: bool,
+    is_causal: bool = False,
     **unused: Any,
 ) -> jax.Array:
     """Computes banded attention; the model has no masks and no dropout."""

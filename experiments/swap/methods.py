@@ -14,8 +14,9 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 import simrf_jax
+from experiments.char_lm.model import near_field
 from experiments.swap.learning import Schedule, learn
-from experiments.swap.swapping import Attention, Band, Inputs, mean_squared_sum, uniform
+from experiments.swap.swapping import Attention, Inputs, mean_squared_sum, uniform
 from simrf_jax import feature_maps, theory
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.projections import Coupling, DrawOptions, Norms
@@ -258,7 +259,9 @@ def baselines(bandwidth: int | None) -> dict[str, Attention]:
     They are uniform attention and, unless the bandwidth is None, softmax attention to the keys of
     a band alone. A band that is as wide as the sequence would be softmax attention.
     """
-    return {"uniform": uniform} | ({} if bandwidth is None else {"band": Band(bandwidth)})
+    return {"uniform": uniform} | (
+        {} if bandwidth is None else {"band": functools.partial(near_field, bandwidth=bandwidth)}
+    )
 
 
 def attentions(

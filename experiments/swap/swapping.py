@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import simrf_jax
 from experiments.char_lm.model import Rotary
 
 # A function (query, key, value, **keywords of Flax) that returns attention outputs.
@@ -127,25 +126,3 @@ def head_errors(inputs: Inputs, attention: Attention) -> jax.Array:
 def uniform(query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any) -> jax.Array:
     """Returns attention that gives every visible key the same weight."""
     return nnx.dot_product_attention(jnp.zeros_like(query), key, value, **keywords)
-
-
-class Band(nnx.Module):
-    """Softmax attention to the keys at most ``bandwidth`` away, and to no other."""
-
-    def __init__(self, bandwidth: int):
-        self.bandwidth = bandwidth
-
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        *,
-        is_causal: bool = False,
-        **unused: Any,
-    ) -> jax.Array:
-        """Attends within the band; the models here have no masks and no dropout of weights."""
-        del unused
-        return simrf_jax.banded_attention(
-            query, key, value, bandwidth=self.bandwidth, is_causal=is_causal
-        )

@@ -167,6 +167,22 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
     )
 
 
+@pytest.mark.parametrize("numbers", [(1, 6), (6, 1), (5, 6)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"is_causal": True}, {"segment_ids": np.repeat([0, 1], 16)}, {"exact_bandwidth": 3}],
+    ids=["bidirectional", "causal", "packed", "exact band"],
+)
+def test_queries_and_keys_have_equal_numbers_of_features(numbers, options):
+    first, second = (lambda x, w, n=n: jnp.repeat(jnp.exp(x[..., :1]), n, axis=-1) for n in numbers)
+    custom = feature_maps.Custom(first, second)
+    match = f"equal numbers of features, got {numbers[0]} and {numbers[1]}"
+    with pytest.raises(ValueError, match=match):
+        random_feature_attention(*inputs(), projection(), feature_map=custom, **options)
+    with pytest.raises(ValueError, match=match):
+        simrf_jax.attention_matrix(*inputs()[:2], projection(), feature_map=custom)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"segment_ids": np.repeat([0, 1], 16)}, {"exact_bandwidth": 3}],

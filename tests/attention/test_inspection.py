@@ -5,9 +5,15 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import attention_matrix, attention_report, random_feature_attention
+from simrf_jax import (
+    attention_matrix,
+    attention_report,
+    distillation_loss,
+    random_feature_attention,
+)
 from tests import formulas
 from tests.attention.all_pairs import estimated, normalized, softmax
+from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
 from tests.tiers import slow_but
@@ -417,6 +423,14 @@ def test_refuses_what_the_attention_refuses(function, changed, error, match):
     arguments = {"query": q, "key": k, "projection": projection()} | changed
     with pytest.raises(error, match=match):
         function(**arguments)
+
+
+@pytest.mark.parametrize("function", [attention_matrix, attention_report, distillation_loss])
+def test_no_explicit_axis_may_shard_the_length(function):
+    lengths = jax.NamedSharding(make_mesh(length=2), jax.P("length"))
+    q, k = jax.device_put(inputs(8, 8)[:2], lengths)
+    with pytest.raises(ValueError, match=r"may shard the length, got \('length',\)"):
+        function(q, k, projection(), feature_map="positive")
 
 
 def test_report_refuses_values_that_do_not_fit_and_tracers():

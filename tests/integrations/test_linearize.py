@@ -465,7 +465,11 @@ def test_an_interrupted_call_continues_from_its_folder(tmp_path, monkeypatch):
     assert new_files(held_out=batches(3)) == 4  # Other errors of the same features.
     assert new_files(exact_bandwidth=(2,)) == 6
     assert new_files(num_steps=3) == 4
-    assert new_files(optimizer=optax.adam(0.2)) == 4  # Its rate is in no array.
+    # Rates are in no array, or in one that only an inner jit sees.
+    rates = jnp.array([0.3, 0.4])
+    assert new_files(optimizer=optax.adam(0.2)) == 4
+    assert new_files(optimizer=optax.adam(jax.jit(lambda count: rates[0]))) == 4
+    assert new_files(optimizer=optax.adam(jax.jit(lambda count, rate=rates[1]: rate))) == 4
     for name in ("_measure", "_step"):
         monkeypatch.setattr(layer_choice, name, lambda *args, **options: pytest.fail("Called."))
     chex.assert_trees_all_equal(run(folder=folder)[1], expected[1])

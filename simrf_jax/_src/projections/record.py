@@ -213,7 +213,8 @@ class Projection(StructuredProjection):
         """
         if projection is None or is_structured(projection):
             return super().of(projection)
-        rows: Any = as_projection(projection)
+        # The methods that read the rows of an array check its type.
+        rows: Any = projection if isinstance(projection, jax.Array) else as_projection(projection)
         return cls(rows)
 
     @classmethod

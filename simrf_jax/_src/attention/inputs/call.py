@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
-from typing import TypeAlias, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -190,13 +191,9 @@ class Call:
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Unchecked | None = None,
-        bias: Unchecked | None = None,
         scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool | np.bool_ = False,
-        query_seq_lengths: Unchecked | None = None,
-        key_value_seq_lengths: Unchecked | None = None,
-        segment_ids: Unchecked | None = None,
+        **arrays: Unchecked | None,
     ) -> Call:
         """Returns the call for a caller's arguments, after the checks that need their values.
 
@@ -212,30 +209,14 @@ class Call:
             checks.scalar("scale", scale)
             # An integer may be too large for an integer type of JAX.
             scale = float(scale) if isinstance(scale, int) else scale
-        mask, bias = (
-            None if x is None else one_row(name, x, shape_of_logits(query, key))
-            for name, x in (("mask", mask), ("bias", bias))
-        )
-        query_seq_lengths, key_value_seq_lengths, segment_ids = (
-            None if x is None else as_array(name, x)
-            for name, x in (
-                ("query_seq_lengths", query_seq_lengths),
-                ("key_value_seq_lengths", key_value_seq_lengths),
-                ("segment_ids", segment_ids),
-            )
-        )
-        return cls(
-            query,
-            key,
-            value,
-            mask,
-            bias,
-            scale,
-            query_seq_lengths,
-            key_value_seq_lengths,
-            segment_ids,
-            is_causal,
-        )
+        read: dict[str, Any] = {
+            name: one_row(name, x, shape_of_logits(query, key))
+            if name in ("mask", "bias")
+            else as_array(name, x)
+            for name, x in arrays.items()
+            if x is not None
+        }
+        return cls(query, key, value, scale=scale, is_causal=is_causal, **read)
 
     @property
     def logit_scale(self) -> Real[ArrayLike, ""]:
@@ -417,10 +398,28 @@ def _for_each_head(
     return jax.sharding.reshard(x, NamedSharding(of_query.mesh, spec))
 
 
+def unequal_features(of_queries: int, of_keys: int) -> ValueError:
+    """Returns the error of a user's feature map with other features for queries than for keys."""
+    return ValueError(
+        "feature_map must give queries and keys equal numbers of features, got "
+        f"{of_queries} and {of_keys}."
+    )
+
+
 def contract(
     spec: str, features: Float[Array, " ..."], values: Float[Array, " ..."]
 ) -> Float[Array, " ..."]:
-    """Contracts in the type of ``values`` and accumulates in the type of ``features``."""
+    """Contracts in the type of ``values`` and accumulates in the type of ``features``.
+
+    Raises:
+      ValueError: If both have an axis m, of features, and not the same number of them.
+    """
+    axes, axes_of_values, _ = re.split(",|->", spec)
+    if "m" in axes and "m" in axes_of_values:
+        # jnp.einsum would repeat a single feature.
+        numbers = features.shape[axes.index("m")], values.shape[axes_of_values.index("m")]
+        if numbers[0] != numbers[1]:
+            raise unequal_features(*numbers)
     wide, narrow = features.dtype, values.dtype
     if wide == narrow:
         return jnp.einsum(spec, features, values, precision=jax.lax.Precision.HIGHEST)

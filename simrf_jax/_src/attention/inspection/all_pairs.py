@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from simrf_jax._src.attention.estimator import Estimator, HeadMaps
-from simrf_jax._src.attention.inputs.call import Call, Inputs
+from simrf_jax._src.attention.inputs.call import Call, Inputs, unequal_features
 from simrf_jax._src.attention.random_features.exact_keys import SharedKeys
 from simrf_jax._src.attention.random_features.kept_keys import kept_pairs, key_ranks
 from simrf_jax._src.attention.random_features.state import exp_in_units, largest, or_zero
@@ -19,64 +19,32 @@ from simrf_jax._src.features import LogFeatures
 LEAST_PRODUCT = 1e-30
 
 
-class KernelRows(NamedTuple):
-    """An unnormalized attention matrix, kernel * exp(log_scale), in range at any scale.
+class LogKernels(NamedTuple):
+    """Logarithms of the kernels of all pairs, minus infinity where a key is hidden.
 
     Attributes:
-      kernel: ``[*batch, N, T, S]``.
-      log_scale: ``[*batch, N, T, 1]``.
+      estimated: Those of the kernel that features estimate.
+      exact: Those of the softmax kernel.
+      sign: The sign of the estimate; None if features are positive.
+      log_scale: What is missing in ``estimated``, one number for each query.
     """
 
-    kernel: Float[Array, "*batch N T S"]
+    estimated: Float[Array, "*batch N T S"]
+    exact: Float[Array, "*batch N T S"]
+    sign: Float[Array, "*batch N T S"] | None
     log_scale: Float[Array, "*batch N T 1"]
 
-    def plus(self, other: KernelRows) -> KernelRows:
-        """Returns the sum of two matrices, whose ranges may differ by any factor."""
-        parts = (self, other)
-        # Rows of zeros have no scale.
-        is_empty = (jnp.all(part.kernel == 0, axis=-1, keepdims=True) for part in parts)
-        scales = [
-            jnp.where(empty, -jnp.inf, part.log_scale)
-            for empty, part in zip(is_empty, parts, strict=True)
-        ]
-        shift = jnp.maximum(*scales)
-        one, another = (
-            exp_in_units(scale, shift, part.kernel)
-            for part, scale in zip(parts, scales, strict=True)
-        )
-        return KernelRows(one + another, or_zero(shift))
 
-    def row_sums(self) -> Float[Array, "*batch N T 1"]:
-        """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
-        return jnp.sum(self.kernel, axis=-1, keepdims=True)
-
-    def weights(self) -> Float[Array, "*batch N T S"]:
-        """Returns attention weights ``[*batch, N, T, S]``, whose rows sum to one or are zeros."""
-        total = self.row_sums()
-        nothing = total == 0
-        return jnp.where(nothing, 0, self.kernel / jnp.where(nothing, 1, total))
-
-
-def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRows]:
-    """Returns the kernel of all pairs that random features estimate, and the softmax kernel.
-
-    In the band, if there is one, the estimate is the softmax kernel.
-    """
-    inputs, features = estimator.lay_out(call, scaled=True)
-    log_weights = _log_weights(inputs, call.is_causal)
-    exact = _softmax_rows(inputs, log_weights)
-    near = are_exact(estimator, inputs, features, is_causal=call.is_causal)
-    if near is None:
-        estimated = _estimated_rows(inputs, features, log_weights)
-    else:
-        far_rows = _estimated_rows(inputs, features, jnp.where(near, -jnp.inf, log_weights))
-        near_rows = _softmax_rows(inputs, jnp.where(near, log_weights, -jnp.inf))
-        estimated = far_rows.plus(near_rows)
-
-    def heads_first(x: Float[Array, "B T K G keys"]) -> Float[Array, "*batch N T keys"]:
-        return jnp.swapaxes(inputs.outputs(x, dtype=x.dtype), -3, -2)
-
-    return jax.tree.map(heads_first, (estimated, exact))
+def normalized(
+    logs: Float[Array, "*batch N T S"], sign: Float[Array, "*batch N T S"] | None = None
+) -> tuple[
+    Float[Array, "*batch N T S"], Float[Array, "*batch N T 1"], Float[Array, "*batch N T 1"]
+]:
+    """Returns weights, whose rows sum to one or are zeros, with row sums in units of e^shift."""
+    shift = largest(logs, axis=-1)
+    kernel = exp_in_units(logs, shift, sign)
+    total = jnp.sum(kernel, axis=-1, keepdims=True)
+    return jnp.where(total == 0, 0, kernel / jnp.where(total == 0, 1, total)), total, or_zero(shift)
 
 
 def are_exact(
@@ -102,46 +70,60 @@ def are_exact(
     return of_keys if near is None else of_keys | near
 
 
-def log_kernels(
-    estimator: Estimator, call: Call
-) -> tuple[Float[Array, "*batch N T S"], Float[Array, "*batch N T S"]]:
-    """Returns logarithms of the kernel that positive features estimate, and of the softmax kernel.
+def log_kernels(estimator: Estimator, call: Call, *, pair_by_pair: bool = False) -> LogKernels:
+    """Returns logarithms of the kernel that features estimate, and of the softmax kernel.
 
     Both are the softmax kernel at pairs with exact weights. They are minus infinity at hidden keys
     and in all rows beyond the lengths of queries, and NaN in rows of queries that are not finite or
     see a key that is not.
 
     Raises:
-      ValueError: If features may be negative.
+      ValueError: If explicit mesh axes shard the length, or features may be negative and it does
+        not go pair by pair.
     """
+    if axes := call.explicit_axes(in_order=True):
+        raise ValueError(
+            "All pairs of tokens are compared, so no explicit mesh axis may shard the length, got "
+            f"{axes}; use jax.sharding.reshard."
+        )
     inputs, features = estimator.lay_out(call, scaled=True)
     log_weights = _log_weights(inputs, call.is_causal)
     log_weights = jnp.where(inputs.real[..., None], log_weights, -jnp.inf)
     queries, poisoned = features.queries(inputs.query)
     keys, nonfinite = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
-    if queries.values is not None:
-        raise ValueError(
-            "distillation_loss needs positive features, got feature_map="
-            f"{type(estimator.feature_map).__name__}, whose features may be negative."
-        )
     near = are_exact(estimator, inputs, features, is_causal=call.is_causal)
     visible = log_weights > -jnp.inf
     seen = nonfinite.mT[:, None, :, None] & visible
     if near is not None:  # Features are not used there.
         seen &= ~near
     lost = poisoned | ~inputs.finite | jnp.any(seen | jnp.isnan(log_weights), axis=-1)
-    estimated = _log_feature_products(queries, keys) + queries.log_scale
-    logits = _logits(inputs)
+    if pair_by_pair:  # No key has an influence on the rounding of another one's pairs.
+        estimated, sign = _log_feature_sums(queries, keys)
+    elif queries.values is None:
+        estimated, sign = _log_feature_products(queries, keys), None
+    else:
+        raise ValueError(
+            "distillation_loss needs positive features, got feature_map="
+            f"{type(estimator.feature_map).__name__}, whose features may be negative."
+        )
+    scale = queries.log_scale  # Apart: it is large, and rounding it would cost all weights digits.
+    logits = jnp.einsum(
+        "btkgh,bskh->btkgs", inputs.query, inputs.key, precision=jax.lax.Precision.HIGHEST
+    )
     if near is not None:
-        estimated = jnp.where(near, logits, estimated)
+        estimated = jnp.where(near, logits - scale, estimated)
+        sign = None if sign is None else jnp.where(near, 1, sign)
 
     def heads_first(x: Float[Array, "B T K G S"]) -> Float[Array, "*batch N T S"]:
-        x = jnp.where(visible, x + log_weights, -jnp.inf)
-        x = jnp.where(lost[..., None] & inputs.real[..., None], jnp.nan, x)
         out = x.reshape(*inputs.batch, x.shape[1], x.shape[2] * x.shape[3], x.shape[4])
         return jnp.swapaxes(out if inputs.is_batched else out[0], -3, -2)
 
-    return heads_first(estimated), heads_first(logits)
+    def weighted(x: Float[Array, "B T K G S"]) -> Float[Array, "*batch N T S"]:
+        x = jnp.where(visible, x + log_weights, -jnp.inf)
+        return heads_first(jnp.where(lost[..., None] & inputs.real[..., None], jnp.nan, x))
+
+    sign, scale = jax.tree.map(heads_first, (sign, scale))
+    return LogKernels(weighted(estimated), weighted(logits), sign, scale)
 
 
 def score_ranks(estimator: Estimator, call: Call) -> Float[Array, "*batch K T S"]:
@@ -173,31 +155,6 @@ def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:
 
 
 @jax.jit
-def _feature_products(
-    queries: LogFeatures, keys: LogFeatures, log_weights: Float[Array, "B T K 1 S"]
-) -> KernelRows:
-    """Returns phi(q) . phi(k) for all pairs, ``[B, T, K, G, S]``."""
-    # [B, K, 1, S, num_features], for all queries of a key head.
-    keys = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2)[:, :, None], keys)
-
-    @jax.checkpoint  # So gradients hold the features of one query's pairs at a time, too.
-    def row(one: tuple[LogFeatures, Float[Array, "B K 1 S"]]) -> KernelRows:
-        query, log_weights = one
-        log_weights = log_weights[..., None]
-        exponent = query.exponent[..., None, :] + keys.exponent
-        visible = log_weights > -jnp.inf
-        exponent = jnp.where(visible, exponent + log_weights, -jnp.inf)
-        shift = largest(exponent, axis=(-2, -1))
-        phi = exp_in_units(exponent, shift, keys.values)
-        if query.values is not None:
-            phi = phi * query.values[..., None, :]
-        return KernelRows(jnp.sum(phi, axis=-1), or_zero(shift[..., 0]))
-
-    by_query = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (queries, log_weights))
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
-
-
-@jax.jit
 def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
     """Returns the logarithm of phi(q) . phi(k) for all pairs, without the scale of the queries.
 
@@ -223,42 +180,32 @@ def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Arra
         is_some = products > 0
         return jnp.where(is_some, jnp.log(jnp.where(is_some, products, 1)) + shift, -jnp.inf)
 
-    return jax.lax.cond(jnp.all(is_exact), of_products, lambda: _log_feature_sums(queries, keys))
+    return jax.lax.cond(jnp.all(is_exact), of_products, lambda: _log_feature_sums(queries, keys)[0])
 
 
-def _log_feature_sums(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
-    """Returns ``_log_feature_products`` by a log-sum-exp over features for each pair."""
-    exponents = jnp.moveaxis(keys.exponent, 1, 2)[:, :, None]  # [B, K, 1, S, num_features].
+@jax.jit
+def _log_feature_sums(
+    queries: LogFeatures, keys: LogFeatures
+) -> tuple[Float[Array, "B T K G S"], Float[Array, "B T K G S"]]:
+    """Returns logarithms and signs of products, by a log-sum-exp over features for each pair."""
+    # [B, K, 1, S, num_features], for all queries of a key head.
+    keys = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2)[:, :, None], keys)
 
     @jax.checkpoint  # So gradients hold the features of one query's pairs at a time, too.
-    def row(query: Float[Array, "B K G num_features"]) -> Float[Array, "B K G S"]:
-        return jax.nn.logsumexp(query[..., None, :] + exponents, axis=-1)
+    def row(
+        query: LogFeatures,
+    ) -> tuple[Float[Array, "B K G S"], Float[Array, "B K G S"]]:
+        exponent = query.exponent[..., None, :] + keys.exponent
+        shift = largest(exponent, axis=-1)
+        values = None
+        if query.values is not None and keys.values is not None:
+            if query.values.shape[-1] != keys.values.shape[-1]:
+                raise unequal_features(query.values.shape[-1], keys.values.shape[-1])
+            values = query.values[..., None, :] * keys.values
+        total = jnp.sum(exp_in_units(exponent, shift, values), axis=-1)
+        is_some = total != 0
+        logs = jnp.log(jnp.abs(jnp.where(is_some, total, 1))) + or_zero(shift[..., 0])
+        return jnp.where(is_some, logs, -jnp.inf), jnp.sign(total)
 
-    return jnp.moveaxis(jax.lax.map(row, jnp.moveaxis(queries.exponent, 1, 0)), 0, 1)
-
-
-def _estimated_rows(
-    inputs: Inputs, features: HeadMaps, log_weights: Float[Array, "B T K 1 S"]
-) -> KernelRows:
-    queries, poisoned = features.queries(inputs.query)
-    # The log weights of a key differ between queries here, so they are added for each query.
-    keys, nonfinite = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
-    seen = nonfinite.mT[:, None, :, None] & (log_weights > -jnp.inf)
-    rows = _feature_products(queries, keys, log_weights)
-    poisoned = poisoned[..., None] | jnp.any(seen | jnp.isnan(log_weights), axis=-1, keepdims=True)
-    # Replace whole rows: other entries of a row would get NaN gradients, which reach other tokens.
-    kernel = jnp.where(poisoned, jnp.nan, rows.kernel)
-    return KernelRows(kernel, rows.log_scale + queries.log_scale)
-
-
-def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> KernelRows:
-    logits = jnp.where(log_weights > -jnp.inf, _logits(inputs) + log_weights, -jnp.inf)
-    shift = largest(logits, axis=-1)
-    poisoned = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
-    kernel = jnp.where(poisoned, jnp.nan, exp_in_units(logits, shift))
-    return KernelRows(kernel, or_zero(shift))
-
-
-def _logits(inputs: Inputs) -> Float[Array, "B T K G S"]:
-    highest = jax.lax.Precision.HIGHEST
-    return jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
+    rows = jax.lax.map(row, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), queries))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), rows)

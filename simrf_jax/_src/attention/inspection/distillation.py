@@ -66,8 +66,8 @@ def distillation_loss(
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If shapes do not match, a name is unknown, the scale is not finite, features may
-        be negative, the mask or the bias may differ between queries, or the feature map cannot be
-        used with an exact band.
+        be negative, the mask or the bias may differ between queries, explicit mesh axes shard the
+        length, or the feature map cannot be used with an exact band.
 
     Example:
       >>> import jax, simrf_jax
@@ -97,7 +97,7 @@ def loss_of(
 
     The call's ``value`` is not read.
     """
-    estimated, exact = log_kernels(estimator, call)
+    estimated, exact, *_ = log_kernels(estimator, call)
     return mean_cross_entropy(estimated, jax.lax.stop_gradient(exact), counts)
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax._src.attention.estimator import ExactKeys
+from simrf_jax._src.attention.inspection.all_pairs import normalized
 from simrf_jax._src.attention.random_features.kept_keys import kept_pairs
 
 
@@ -71,7 +72,7 @@ class ExactPairs(NamedTuple):
         near = jnp.abs(jnp.arange(length, dtype=jnp.int32)[:, None] - place[None]) <= self.bandwidth
         positions = jnp.where(self.positions < 0, self.positions + key_length, self.positions)
         near |= jnp.any(place[:, None] == positions[None], axis=-1)[None]
-        weights = jnp.where(counts[..., None, :, None], _softmax(estimated), 0)
+        weights = jnp.where(counts[..., None, :, None], normalized(estimated)[0], 0)
         groups = heads // num_key_heads
         mass = jnp.sum(weights, axis=-2).reshape(*batch, num_key_heads, groups, key_length)
         mass = jnp.sum(mass, axis=-2)
@@ -127,7 +128,7 @@ def head_errors(
     near = pairs.among(estimated, counts, value.shape[-2], ranks)
     sees = jnp.any(exact != -jnp.inf, axis=-1) & counts[..., None, :]
     implied, softmax = (
-        jnp.where(sees[..., None], _softmax(logs), 0)
+        jnp.where(sees[..., None], normalized(logs)[0], 0)
         for logs in (jnp.where(near, exact, estimated), exact)
     )
     groups = exact.shape[-3] // value.shape[-2]
@@ -149,9 +150,3 @@ def head_errors(
         softmax_far_sum,
         jnp.sum(sees, axis=-1),
     )
-
-
-def _softmax(logs: Float[Array, "*batch N T S"]) -> Float[Array, "*batch N T S"]:
-    """Returns the weights of rows; those of a row without keys count for nothing."""
-    sees = jnp.any(logs != -jnp.inf, axis=-1, keepdims=True)
-    return jax.nn.softmax(jnp.where(sees, logs, 0), axis=-1)

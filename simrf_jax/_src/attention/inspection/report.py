@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, SupportsIndex, Unpack
+from typing import NamedTuple, SupportsIndex, TypeAlias, Unpack
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +10,12 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float64
 
 from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike, compiled
 from simrf_jax._src.attention.inputs.call import Call, Options
-from simrf_jax._src.attention.inspection.all_pairs import KernelRows, kernel_rows
+from simrf_jax._src.attention.inspection.all_pairs import log_kernels, normalized
 from simrf_jax._src.attention.random_feature_attention import RandomFeatureMechanism
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.projections import ProjectionLike
+
+Rows: TypeAlias = Float64[np.ndarray, "*batch N T 1"]
 
 
 class AttentionReport(NamedTuple):
@@ -64,8 +66,8 @@ def attention_matrix(
 
     Raises:
       TypeError: If a dtype is wrong.
-      ValueError: If shapes do not match, a name is unknown, the scale is not finite, or the mask or
-        the bias may differ between queries.
+      ValueError: If shapes do not match, a name is unknown, the scale is not finite, the mask or
+        the bias may differ between queries, or explicit mesh axes shard the length.
 
     Example:
       >>> import jax, simrf_jax
@@ -89,8 +91,8 @@ def attention_matrix(
 
 
 def _weights(estimator: Estimator, call: Call) -> Float[Array, "*batch N T S"]:
-    estimated, _ = kernel_rows(estimator, call)
-    return estimated.weights()
+    estimated, _, sign, _ = log_kernels(estimator, call, pair_by_pair=True)
+    return normalized(estimated, sign)[0]
 
 
 def attention_report(
@@ -150,8 +152,8 @@ def attention_report(
     Raises:
       TypeError: If a dtype is wrong, or under ``jit`` or ``vmap``: NumPy computes the singular
         values.
-      ValueError: If shapes do not match, a name is unknown, the scale is not finite, or the mask or
-        the bias may differ between queries.
+      ValueError: If shapes do not match, a name is unknown, the scale is not finite, the mask or
+        the bias may differ between queries, or explicit mesh axes shard the length.
 
     Example:
       >>> import jax, simrf_jax
@@ -189,14 +191,17 @@ def report_of(
       has_value: False leaves out the error of the output.
       real: False at queries to ignore; None to count all.
     """
-    estimated, exact = compiled(kernel_rows, estimator.feature_map)(estimator, call)
+    program = compiled(log_kernels, estimator.feature_map, "pair_by_pair")
+    estimated, exact, sign, log_scale = program(estimator, call, pair_by_pair=True)
     if real is not None:
-        estimated, exact = (
-            rows._replace(kernel=jnp.where(real[..., None], rows.kernel, 0))
-            for rows in (estimated, exact)
-        )
-    implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
-    row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
+        estimated, exact = (jnp.where(real[..., None], x, -jnp.inf) for x in (estimated, exact))
+    ours, theirs = (
+        [np.asarray(x, np.float64) for x in normalized(*logs)]
+        for logs in ((estimated, sign), (exact,))
+    )
+    implied, softmax = ours[0], theirs[0]
+    ours[2] += np.asarray(log_scale, np.float64)
+    row_sum_mean, row_sum_error = _compare_row_sums(*ours[1:], *theirs[1:])
     return AttentionReport(
         _relative_error(implied, softmax),
         row_sum_mean,
@@ -217,14 +222,12 @@ def _relative_error(
 
 
 def _compare_row_sums(
-    estimated: KernelRows, exact: KernelRows
+    total: Rows, shift: Rows, exact_total: Rows, exact_shift: Rows
 ) -> tuple[Float64[np.ndarray, "*batch N"], Float64[np.ndarray, "*batch N"]]:
     """Returns the mean ratio of the row sums, and its worst deviation from one."""
-    total, exact_total = (np.asarray(x.row_sums(), np.float64) for x in (estimated, exact))
     seen = exact_total != 0
-    log_ratio = np.asarray(estimated.log_scale - exact.log_scale, np.float64)
     with np.errstate(over="ignore"):
-        ratio = total / np.where(seen, exact_total, 1) * np.exp(log_ratio)
+        ratio = total / np.where(seen, exact_total, 1) * np.exp(shift - exact_shift)
     count = seen.sum(axis=(-2, -1))
     mean = np.where(seen, ratio, 0).sum(axis=(-2, -1)) / np.maximum(count, 1)
     worst = np.abs(np.where(seen, ratio - 1, 0)).max(axis=(-2, -1), initial=0)

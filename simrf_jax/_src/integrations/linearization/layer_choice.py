@@ -385,7 +385,8 @@ def _log_kernels(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns ``log_kernels`` of a call, ``[..., N, T, S]``, and False at queries of padding."""
     counts, _ = flax_calibration.real_tokens(request)
-    return *log_kernels(mechanism, request.call), counts
+    estimated, exact, _, log_scale = log_kernels(mechanism, request.call)
+    return estimated + log_scale, exact, counts
 
 
 @jax.jit
