@@ -7,12 +7,19 @@ from typing import TypeVar
 
 import tqdm
 
+from experiments.harness import interrupts
+
 Item = TypeVar("Item")
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
-    """Returns a parser without options, which shows the docstring of a module as its help."""
+    """Returns a parser without options, which shows the docstring of a module as its help.
+
+    From here on Ctrl-C ends the program with a line.
+    """
     spec = sys.modules["__main__"].__spec__  # None unless the module was started by ``python -m``.
+    if spec is not None and spec.name.startswith("benchmarks."):  # And not by a test.
+        interrupts.end_at_once("Stopped.")
     return argparse.ArgumentParser(
         prog=None if spec is None else f"python -m {spec.name}",
         description=docstring,

@@ -34,6 +34,7 @@ def check(config: ConfigDict) -> None:
     """
     least = {"dim": 2, "multiples": 1, "num_trials": 2}
     values = config_fields.check_fields(config, FIELDS, least)
+    config_fields.check_ascending(values, ["multiples"])
     # Hardly a point is then longer than 5, and |x + y| than 10, as in kernel_mse.
     config_fields.check_distances(values, ["scale"], most=5 / (config.dim**0.5 + 4))
 
@@ -129,9 +130,10 @@ def draw_figure(results: dict[str, Any], dim: int) -> Figure:
         style.curve(axes, multiples, rows, **dots)
         line = [row["closed_form"] or row["mean"] for row in rows]
         axes.plot(multiples, line, **look, linewidth=1.2, label=style.LABELS[coupling])
+    first = 2 ** np.floor(np.log2(multiples.min()))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    style.ticks(axes, [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= multiples.max()])
+    style.ticks(axes, [m for m in (1, 2, 4, 8, 16, 32, 64) if first <= m <= multiples.max()])
     axes.set(xlabel=f"number of features / d (d = {dim})", ylabel="mean squared error of an entry")
     axes.set_title("Gram matrix, positive features: dots trials, lines theory", fontsize=10)
     style.tidy(axes)

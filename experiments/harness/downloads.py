@@ -41,8 +41,9 @@ class Place(NamedTuple):
           UserError: If the folder lacks the file, it cannot be downloaded, or it is another one.
         """
         ways = (
-            f"Put the file into a folder and say which by {self.flag}=DIR or {self.variable}, or "
-            f"give this machine access to {address}, from where it is downloaded once."
+            f"Put the file into a folder and say which by {self.variable} or, in an experiment, by "
+            f"{self.flag}=DIR, or give this machine access to {address}, from where it is "
+            "downloaded once."
         )
         file, folder = address.rpartition("/")[2], folder or os.environ.get(self.variable, "")
         if not folder:

@@ -23,10 +23,10 @@ class LogKernels(NamedTuple):
     """Logarithms of the kernels of all pairs, minus infinity where a key is hidden.
 
     Attributes:
-      estimated: Those of the kernel that features estimate.
-      exact: Those of the softmax kernel.
-      sign: The sign of the estimate; None if features are positive.
-      log_scale: What is missing in ``estimated``, one number for each query.
+      estimated: Logarithms of the kernel that features estimate, without ``log_scale``.
+      exact: Logarithms of the softmax kernel.
+      sign: Sign of the estimate; None if features are positive.
+      log_scale: Term of ``estimated`` that all pairs of a query share.
     """
 
     estimated: Float[Array, "*batch N T S"]
