@@ -137,6 +137,12 @@ MUTANTS = [
     # Attention.
     Mutant(
         f"{CORE}/state.py",
+        "8 * -(-length // (8 * count))",
+        "8 * (length // (8 * count))",
+        "tests/attention/test_causal.py",
+    ),
+    Mutant(
+        f"{CORE}/state.py",
         "return AttentionState(self.in_units_of(maxima) + other.in_units_of(maxima), maxima)",
         "return AttentionState(self.sums + other.sums, maxima)",
         "tests/attention/decoding/test_far_field.py",
@@ -423,6 +429,12 @@ MUTANTS = [
         "return (1 - weight / dim * np.exp(-t) / special.exprel(-t) ** 2)[()]",
         "return (1 + weight / dim * np.exp(-t) / special.exprel(-t) ** 2)[()]",
         "tests/theory",
+    ),
+    Mutant(
+        "simrf_jax/_src/theory/oscillating.py",
+        "(half * weights * later).ravel()",
+        "(half * weights).ravel()",
+        "tests/theory/test_oscillating.py",
     ),
 ]
 
