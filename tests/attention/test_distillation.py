@@ -195,8 +195,21 @@ def test_refuses(options, error, match):
 @pytest.mark.slow
 def test_a_map_that_gives_a_visible_key_no_weight_has_an_infinite_loss():
     q, k = jnp.ones((1, 1, 1)), jnp.array([[[1.0]], [[-1.0]]])
-    loss = distillation_loss(q, k, jnp.ones((1, 1)), feature_map="relu")
-    assert float(loss) == np.inf
+    for scale in (1, 20):  # The softmax weight of the second key is 0 with the second one.
+        loss = distillation_loss(scale * q, scale * k, jnp.ones((1, 1)), feature_map="relu")
+        assert float(loss) == np.inf
+
+
+@pytest.mark.slow
+def test_a_query_without_features_has_an_infinite_loss():
+    q, k = jnp.array([[[-1.0]], [[1.0]]]), jnp.array([[[1.0]], [[2.0]]])
+
+    def loss(q):
+        return distillation_loss(q, k, jnp.ones((1, 1)), feature_map="relu")
+
+    value, gradient = jax.value_and_grad(loss)(q)
+    assert float(value) == np.inf
+    assert np.all(np.isfinite(gradient))
 
 
 @pytest.mark.slow

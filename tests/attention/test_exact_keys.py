@@ -15,6 +15,7 @@ import simrf_jax
 from simrf_jax import RandomFeatureMechanism, feature_maps, random_feature_attention
 from simrf_jax._src.attention.random_features import exact_keys, state, xla
 from tests import formulas
+from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
 from tests.standard_errors import assert_mean
@@ -50,6 +51,29 @@ def test_a_number_of_keys_has_the_largest_estimated_mass(scale, bandwidth):
     out = random_feature_attention(q, k, v, w, exact_keys=COUNT, exact_bandwidth=bandwidth)
     band = -1 if bandwidth is None else bandwidth
     expected = beside_band(q, k, v, w, band, exact_keys=most_attended(q, k, w))
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_a_mask_of_query_heads_that_is_the_same_for_all_changes_no_choice(name):
+    q, k, v = inputs(LENGTH, batch=(1,), **GROUPED)
+    of_keys = np.random.default_rng(0).normal(size=(1, 1, 1, LENGTH)).astype(np.float32)
+    shared = of_keys > -1 if name == "mask" else of_keys
+    each = np.broadcast_to(shared, (1, GROUPED["heads"], 1, LENGTH)).copy()
+    expected, out = (
+        random_feature_attention(q, k, v, projection(), exact_keys=COUNT, **{name: x})
+        for x in (shared, each)
+    )
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.slow
+def test_query_heads_on_several_devices_see_the_keys_of_one_device():
+    q, k, v = inputs(LENGTH, batch=(1,), **GROUPED)
+    expected = random_feature_attention(q, k, v, projection(), exact_keys=COUNT)
+    heads = jax.NamedSharding(make_mesh(heads=4), jax.P(None, None, "heads"))
+    out = random_feature_attention(jax.device_put(q, heads), k, v, projection(), exact_keys=COUNT)
+    assert out.sharding.spec[2] == "heads"
     assert relative_error(out, expected) < 1e-5
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import serialization
+from flax import linen, serialization
 
 import simrf_jax
 from simrf_jax import RandomFeatureMechanism, feature_maps, hybrid
@@ -16,6 +16,7 @@ from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.features import FeatureMap
 from simrf_jax._src.integrations.flax_serialization import RECORDS
 from simrf_jax._src.projections import StructuredProjection
+from simrf_jax.integrations.linen import RandomFeatureAttention
 
 
 def rows(**options):
@@ -86,3 +87,17 @@ def test_refuses_the_state_of_another_record():
     state = serialization.to_state_dict(calibration())
     with pytest.raises(ValueError, match=r"The state of a Learned must have the fields \['cal"):
         serialization.from_state_dict(CASES["Learned"](), state)
+
+
+@pytest.mark.parametrize("feature_map", ["positive", "angular_hybrid"])
+@pytest.mark.parametrize("other", [{"num_features": 8}, {"shared": True}])
+def test_an_adapter_refuses_the_projection_of_another_one(feature_map, other):
+    options = {"num_features": 6, "feature_map": feature_map}
+    x = jnp.ones((2, 3, 8))
+
+    def model(**options):
+        return linen.MultiHeadDotProductAttention(2, attention_fn=RandomFeatureAttention(**options))
+
+    variables = model(**options).init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"attention_fn hold W of shape \(2, 6, 4\), drawn for"):
+        model(**options | other).apply(variables, x)

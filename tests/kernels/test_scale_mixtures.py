@@ -307,6 +307,17 @@ def test_length_scales_divide_in_float32(dtype, x, y, length_scale):
         np.testing.assert_array_equal(features(x), features(x.astype(jnp.float32)).astype(dtype))
 
 
+@pytest.mark.parametrize(
+    "kernel", [*map(Matern, (0.5, 1.0, 1.5, 2.5)), PoweredExponential(1.0)], ids=str
+)
+def test_nan_stays_nan_and_far_away_kernels_are_zero(kernel):
+    zero, far = jnp.zeros((1, 2)), jnp.full((1, 2), 2e19)
+    assert np.isnan(kernel(jnp.full((1, 2), jnp.nan), zero)).all()
+    assert np.isnan(kernel(zero, zero, length_scale=jnp.nan)).all()
+    assert kernel(far, zero) == 0
+    np.testing.assert_allclose(kernel(zero, zero), 1, rtol=1e-6)
+
+
 def test_redraws_and_adapters_keep_the_kernel():
     kernel = Matern(1.5)
     options = simrf_jax.DrawOptions(coupling="orthogonal", kernel=kernel)

@@ -78,6 +78,7 @@ def test_required_features_of_a_batch_and_without_an_end():
         ((np.eye(2), np.eye(3)), 0.1, ValueError, "must have one dim, got 2 and 3"),
         ((np.eye(2), -np.eye(2)), 0.1, ValueError, "key_covariance must be symmetric and positive"),
         (([[1.0, 0.5], [0.0, 1.0]], np.eye(2)), 0.1, ValueError, "must be symmetric"),
+        ((np.stack([1e8 * np.eye(2), -np.eye(2)]), np.eye(2)), 0.1, ValueError, "semidefinite"),
         ((np.full((2, 2), np.nan), np.eye(2)), 0.1, ValueError, "finite"),
         ((np.eye(2), np.eye(2)), 0.0, ValueError, "relative_error must be positive"),
         ((np.eye(2), np.eye(2)), 1j, TypeError, "relative_error must be one real number"),

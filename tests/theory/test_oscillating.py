@@ -165,6 +165,27 @@ def test_limits_at_zero_and_far_away(norms):
         np.testing.assert_allclose(laplace, 1, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    ("options", "power"),
+    [
+        ({"norms": "antithetic"}, 4),
+        ({"norms": "stratified"}, 4),
+        ({"norms": "shared"}, 4),
+        ({"kernel": Matern(0.5)}, 1),
+        ({"kernel": Matern(1.5)}, 3),
+        ({"kernel": RationalQuadratic(0.3)}, 4),
+    ],
+    ids=str,
+)
+def test_errors_are_powers_of_small_distances(options, power):
+    options |= {"coupling": "orthogonal", "features": "trigonometric", "log": True}
+    far, near, nearer = (
+        theory.kernel_mse([z, 0.0], [0.0, 0.0], 2, **options) for z in (1e-3, 1e-9, 1e-12)
+    )
+    np.testing.assert_allclose((far - near) / np.log(1e6), power, rtol=1e-3)
+    np.testing.assert_allclose((near - nearer) / np.log(1e3), power, rtol=1e-4)
+
+
 def test_the_gap_is_the_difference_of_the_errors():
     x = np.array([1.2, 0.0, 0.0, 0.0, 0.0])
     for kernel in (Gaussian(), Matern(0.5), RationalQuadratic(2.0)):

@@ -93,3 +93,14 @@ def test_leading_shapes_limits_and_nan():
 def test_refuses(v, shape, dim, error, match):
     with pytest.raises(error, match=match):
         log_conformity_of_rows(v, np.ones(shape), dim=dim)
+
+
+def test_rows_that_nearly_cancel():
+    for offset in (1e-6, 1e-9):
+        rows = np.array([[1000.0, 0.0], [-1000.0 + offset, 0.0]])
+        square = float(rows[:, 0].sum()) ** 2  # log 0F1(; 1; x) is x up to x^2 / 4.
+        np.testing.assert_allclose(log_conformity_of_rows(1.0, rows), square / 4, rtol=1e-12)
+    opposite = np.array([[1.0, 0.0], [-1.0, 0.0]])
+    np.testing.assert_array_equal(
+        log_conformity_of_rows([1.0, np.inf, np.nan], opposite), [0, 0, np.nan]
+    )

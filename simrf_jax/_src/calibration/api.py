@@ -159,7 +159,7 @@ def check_fitted(calibrated: Calibrated) -> None:
 def check_options(*, center: bool, balance: Balance, tilt: Tilt | None) -> None:
     """Accepts the options of a fit."""
     checks.boolean("center", center)
-    if balance != "diagonal" and not isinstance(balance, bool | np.bool_):
+    if not isinstance(balance, bool | np.bool_ | str) or balance not in (True, False, "diagonal"):
         raise ValueError(f"balance must be True, False or 'diagonal', got {balance!r}.")
     checks.one_of("tilt", tilt, (*TILTS, None))
 

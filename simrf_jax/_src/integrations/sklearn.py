@@ -49,6 +49,7 @@ _KERNELS: dict[str, ScaleMixture] = {
 }
 # All other dtypes are converted to the first.
 _DTYPES = (np.float64, np.float32)
+_MOST = 1e300  # Of length scales and gamma, and of their inverses.
 # A batch has about _NUMBERS entries in the wider of input and output, but at least _LEAST_ROWS
 # rows. Larger batches do not fit the caches of a CPU.
 _LEAST_ROWS, _NUMBERS = 64, 2**20
@@ -388,12 +389,13 @@ def _length_scale_of(length_scale: Any, gamma: Any, X: Any) -> np.ndarray:
         )
     try:
         array = np.asarray(length_scale, np.float64)
-    except (TypeError, ValueError):
-        array = np.array(np.nan)
-    if array.shape not in ((), (dim,)) or not np.all((array > 0) & (array < math.inf)):
+        is_bool = np.asarray(length_scale).dtype == bool
+    except (TypeError, ValueError, OverflowError):
+        array, is_bool = np.array(np.nan), False
+    if array.shape not in ((), (dim,)) or is_bool or not np.all(_is_in_range(array)):
         raise ValueError(
-            f"length_scale must be a positive number, or one for each of {dim} columns, got "
-            f"{length_scale!r}."
+            f"length_scale must be a positive number up to {_MOST}, or one for each of {dim} "
+            f"columns, got {length_scale!r}."
         )
     return np.broadcast_to(array, dim).copy()
 
@@ -403,9 +405,16 @@ def _gamma_of(gamma: Any, X: Any) -> float:
     if isinstance(gamma, str) and gamma == "scale":
         return _scale_gamma(X)
     is_number = isinstance(gamma, numbers.Real) and not isinstance(gamma, bool | np.bool_)
-    if not (is_number and 0 < gamma < math.inf):
-        raise ValueError(f"gamma must be 'scale' or a positive number, got {gamma!r}.")
+    if not (is_number and _is_in_range(gamma)):
+        raise ValueError(
+            f"gamma must be 'scale' or a positive number up to {_MOST}, got {gamma!r}."
+        )
     return float(gamma)
+
+
+def _is_in_range(x: Any) -> Any:
+    """Returns whether numbers are positive, and they and their inverses are finite."""
+    return (x >= 1 / _MOST) & (x <= _MOST)
 
 
 def _scale_gamma(X: Any) -> float:

@@ -30,6 +30,7 @@ from simrf_jax._src.kernels import exact
 # its mass outside.
 _LEAST, _MOST = -60.0, 80.0
 _NEGLIGIBLE = 1e-22
+_FAR = 1e4  # Its exponential is 0, and powers of it are finite.
 
 
 class ScaleMixture(abc.ABC):
@@ -335,7 +336,7 @@ class PoweredExponential(ScaleMixture):
 
     def profile(self, squared_distance: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         """Returns the kernel as a function of the squared distance."""
-        positive = squared_distance > 0
+        positive = ~(squared_distance <= 0)  # NaN stays NaN.
         power = jnp.where(positive, squared_distance, 1) ** (self.power / 2)
         return jnp.exp(-jnp.where(positive, power, 0))
 
@@ -352,7 +353,7 @@ def _log_gamma_density(
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _matern(nu: float, square: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns the Matérn kernel as a function of z^2 = 2 nu r^2, for nu = 1/2, 3/2 or 5/2."""
-    z = _root(square)
+    z = jnp.minimum(_root(square), _FAR)
     polynomial = {0.5: jnp.ones_like(z), 1.5: 1 + z, 2.5: 1 + z + z**2 / 3}[nu]
     return polynomial * jnp.exp(-z)
 
@@ -371,7 +372,7 @@ def _jvp_of_matern(
 
 def _root(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns the square root, with the derivative 0 at 0."""
-    positive = x > 0
+    positive = ~(x <= 0)  # NaN stays NaN.
     return jnp.where(positive, jnp.sqrt(jnp.where(positive, x, 1)), 0)
 
 

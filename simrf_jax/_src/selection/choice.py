@@ -98,10 +98,10 @@ def _root(name: str, covariance: ArrayLike) -> Float64[np.ndarray, "*batch dim d
     c = checks.real(name, covariance)
     if c.ndim < 2 or c.shape[-1] != c.shape[-2] or not c.shape[-1] or not np.all(np.isfinite(c)):
         raise ValueError(f"{name} must be [..., dim, dim] and finite, got shape {c.shape}.")
-    size = np.max(np.abs(c), initial=0.0)
+    tolerance = 1e-6 * np.max(np.abs(c), axis=(-2, -1), keepdims=True)
     eigenvalues, vectors = np.linalg.eigh(c)
-    symmetric = np.allclose(c, np.swapaxes(c, -1, -2), rtol=0, atol=1e-6 * size)
-    if not symmetric or np.any(eigenvalues < -1e-6 * size):
+    asymmetry = np.abs(c - np.swapaxes(c, -1, -2))
+    if np.any(asymmetry > tolerance) or np.any(eigenvalues < -tolerance[..., 0]):
         raise ValueError(f"{name} must be symmetric and positive semidefinite.")
     return vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
 

@@ -56,7 +56,8 @@ _LEAST, _MOST = -60.0, 80.0  # Range of log q.
 _DEGREES = 256  # Terms of the series that are added up one by one.
 _MOST_DEGREES = 1e12  # Terms beyond are negligible up to the largest distance.
 _NODES = 256  # Nodes of the integral over y; a quarter as many from degree 8 on.
-# The ratio at 0 is computed at this distance. Averages over norms lose digits below it.
+# The ratio at 0 is computed at this distance, and errors below it are a power of the distance.
+# Averages over norms lose digits there.
 _SMALLEST = {"chi": 1e-8, "shared": 1e-8, "pair": 1e-8, "antithetic": 1e-4}
 _LARGEST = 1e8  # Farther away, rows of independent norms count as uncorrelated.
 _LARGEST_NORMAL = 8.5  # Less than 1e-17 of all norms lie beyond it.
@@ -73,8 +74,7 @@ def trigonometric_mse(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-    errors = _over_chunks(lambda each: each.of_all(rows), t, rows, kernel)
-    return np.where(t > 0, errors / rows.num_rows, 0.0)
+    return _continued(lambda each: each.of_all(rows) / rows.num_rows, t, rows, kernel)
 
 
 def trigonometric_ratio(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -96,8 +96,7 @@ def trigonometric_gap(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-    differences = _over_chunks(lambda each: each.of_pairs(rows.pairs), t, rows, kernel)
-    return np.where(t > 0, -differences / rows.num_rows, 0.0)
+    return _continued(lambda each: -each.of_pairs(rows.pairs) / rows.num_rows, t, rows, kernel)
 
 
 def pair_covariances(
@@ -115,6 +114,21 @@ def pair_covariances(
     return np.stack([covariances.of(Pairs(1.0, cosine)) for cosine in cosines])
 
 
+def _continued(
+    function: Callable[[_Covariances], Vector], t: Vector, rows: Rows, kernel: ScaleMixture
+) -> Vector:
+    """Evaluates a function of the covariances, which is a power of small distances."""
+    least = _least_distance(rows) ** 2
+    small, larger = _over_chunks(function, np.array([1, 2]) * least, rows, kernel)
+    power = np.log2(larger / small) if small * larger > 0 else 2.0
+    result = _over_chunks(function, t, rows, kernel)
+    return np.where(t < least, small * (t / least) ** power, result)
+
+
+def _least_distance(rows: Rows) -> float:
+    return _SMALLEST.get(rows.norms, 1e-4)
+
+
 def _over_chunks(
     function: Callable[[_Covariances], Vector], t: Vector, rows: Rows, kernel: ScaleMixture
 ) -> Vector:
@@ -128,7 +142,7 @@ class _Covariances:
 
     def __init__(self, t: Vector, rows: Rows, kernel: ScaleMixture) -> None:
         self._dim, self._num_rows, self._kernel = rows.dim, rows.num_rows, kernel
-        self._z = np.clip(np.sqrt(t), _SMALLEST.get(rows.norms, 1e-4), _LARGEST)
+        self._z = np.clip(np.sqrt(t), _least_distance(rows), _LARGEST)
         half_t = self._z**2 / 2
         if kernel == GAUSSIAN:
             self._q, self._weights = half_t, np.eye(half_t.size)

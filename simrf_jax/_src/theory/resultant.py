@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
 from scipy import special
+from scipy.spatial.distance import cdist
 
 from simrf_jax._src import checks
 from simrf_jax._src.projections import COUPLINGS
@@ -147,19 +148,20 @@ def log_conformity_of_rows(
             f"v must broadcast with the leading shape of rows, got {v.shape} and {rows.shape}."
         ) from None
     with np.errstate(over="ignore", invalid="ignore"):
-        log_terms = log_hyp0f1(dim / 2, (v[..., None] / 2) ** 2 * squared_resultants(rows))
-        return log_mean_exp(log_terms)
+        squares = squared_resultants(rows)
+        scaled = (v[..., None] / 2) ** 2 * squares
+        scaled = np.where((squares == 0) & ~np.isnan(v[..., None]), 0, scaled)
+        return log_mean_exp(log_hyp0f1(dim / 2, scaled))
 
 
 def squared_resultants(
     rows: Float64[np.ndarray, "*batch m coordinates"],
 ) -> Float64[np.ndarray, "*batch m*(m-1)//2"]:
     """Returns the squared lengths of w_i + w_j for i < j."""
-    i, j = np.triu_indices(rows.shape[-2], 1)
-    gram = rows @ np.swapaxes(rows, -1, -2)
-    squares = np.diagonal(gram, axis1=-2, axis2=-1)
-    # If two rows cancel, only rounding errors remain, which may be negative.
-    return np.maximum(squares[..., i] + squares[..., j] + 2 * gram[..., i, j], 0)
+    pairs = np.triu_indices(rows.shape[-2], 1)
+    # Not from products of rows, of which only rounding errors remain if two rows cancel.
+    each = [cdist(w, -w, "sqeuclidean")[pairs] for w in rows.reshape(-1, *rows.shape[-2:])]
+    return np.reshape(each, (*rows.shape[:-2], pairs[0].size))
 
 
 def log_mean_exp(x: Float64[np.ndarray, "*batch n"]) -> Float64[np.ndarray, "*batch"] | np.float64:

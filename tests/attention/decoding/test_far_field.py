@@ -113,10 +113,10 @@ def test_refuses_other_states():
 @pytest.mark.parametrize(
     ("verb", "options", "match"),
     [
-        ("step", {"is_causal": False}, "step takes the keywords bias, .* got is_causal"),
-        ("step", {"window": 3, "segment_ids": 1}, "got segment_ids, window"),
-        ("append", {"query_seq_lengths": 3}, "append takes .* got query_seq_lengths"),
-        ("append", {"is_causal": True}, "append takes .* got is_causal"),
+        ("step", {"is_causal": False}, "step got .*'is_causal'; its keywords are bias, "),
+        ("step", {"window": 3, "segment_ids": 1}, "unexpected keyword argument 'segment_ids'"),
+        ("append", {"query_seq_lengths": 3}, "append got .* argument 'query_seq_lengths'"),
+        ("append", {"is_causal": True}, "append got an unexpected .* 'is_causal'"),
     ],
 )
 def test_refuses_keywords_that_say_nothing_here(verb, options, match):

@@ -57,6 +57,7 @@ class Inputs:
       batch: Leading shape of the output.
       is_batched: True if the output has a leading shape; without one, ``batch`` is ``(1,)``.
       dtype: Type of the output.
+      copies: Number of query heads that share a key head and have a copy of it each; 1 if G do.
     """
 
     query: Float[Array, "B T K G H"]
@@ -70,6 +71,7 @@ class Inputs:
     batch: Shape = dataclasses.field(metadata={"static": True})
     is_batched: bool = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    copies: int = dataclasses.field(default=1, metadata={"static": True})
 
     def clean(self, *, scaled: bool, fill_with_tokens: bool) -> Inputs:
         """Returns inputs with finite tokens in place of hidden and nonfinite ones.
@@ -150,7 +152,8 @@ def check_keywords(name: str, given: Mapping[str, object], known: frozenset[str]
     """Raises ``TypeError`` if a method is given a keyword that it does not take."""
     if unknown := sorted(given.keys() - known):
         raise TypeError(
-            f"{name} takes the keywords {', '.join(sorted(known))}, got {', '.join(unknown)}."
+            f"{name} got an unexpected keyword argument {unknown[0]!r}; its keywords are "
+            f"{', '.join(sorted(known))}."
         )
 
 
@@ -199,10 +202,12 @@ class Call:
 
         Raises:
           TypeError: If the dtype of query, key, value, mask or bias is wrong, scale is not a
-            number, or is_causal is neither True nor False.
+            number, is_causal is neither True nor False, or a keyword is unknown.
           ValueError: If their shapes do not match, the scale is not finite, the mask or the
             bias may differ between queries, or integers do not fit those of JAX.
         """
+        if arrays.keys() - Options.__optional_keys__:
+            check_keywords("Attention", arrays, Options.__optional_keys__)
         is_causal = checks.boolean("is_causal", is_causal)
         query, key, value = checks.tokens(query, key, value)
         if scale is not None:
@@ -261,11 +266,11 @@ class Call:
                     f"{spec} of {name}."
                 )
         groups, log_weights = query.shape[-2] // key.shape[-2], call._key_log_weights(compute)
-        are_apart = log_weights.shape[-2] not in (1, key.shape[-2])
+        are_apart, copies = log_weights.shape[-2] not in (1, key.shape[-2]), 1
         if groups > 1 and (are_apart or _has_devices_between(query, key)):
             # Heads that share keys but not a mask or a device cannot share a state.
             key, value = (_for_each_head(x, query) for x in (key, value))
-            groups = 1
+            groups, copies = 1, groups
         heads = (query.shape[-2] // groups, groups)
         query = query.reshape(*query.shape[:-2], *heads, query.shape[-1])
         query, key, value, log_weights = (
@@ -285,6 +290,7 @@ class Call:
             batch=batch,
             is_batched=self.query.ndim > 3,
             dtype=self.query.dtype,
+            copies=copies,
         )
         return inputs.clean(scaled=scaled, fill_with_tokens=fill_with_tokens)
 

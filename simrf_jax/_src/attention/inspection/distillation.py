@@ -119,6 +119,10 @@ def mean_cross_entropy(
     sees = jnp.any(visible, axis=-1)
     # A row of minus infinities has no softmax.
     weights = jax.nn.softmax(jnp.where(sees[..., None], exact, 0), axis=-1)
-    logs = jax.nn.log_softmax(jnp.where(sees[..., None], estimated, 0), axis=-1)
-    terms = jnp.where(visible, weights * jnp.where(visible, logs, 0), 0)
+    # Nor has one without features, whose loss is infinite like that of a key without them.
+    without = estimated == -jnp.inf
+    some = sees & ~jnp.all(without, axis=-1)
+    logs = jax.nn.log_softmax(jnp.where(some[..., None], estimated, 0), axis=-1)
+    logs = weights * jnp.where(visible & ~without, logs, 0)
+    terms = jnp.where(visible, jnp.where(without, -jnp.inf, logs), 0)
     return -jnp.sum(terms) / jnp.maximum(jnp.sum(sees), 1).astype(terms.dtype)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice, QueryFeatures
-from simrf_jax._src.attention.inputs.call import Inputs, contract
+from simrf_jax._src.attention.inputs.call import Inputs, contract, repeat_heads
 from simrf_jax._src.attention.random_features.state import (
     SUMMARY_CHUNK,
     AttentionState,
@@ -145,7 +145,7 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
     length, positions = inputs.key.shape[1], choice.positions
     if positions is None:
         if choice.by == "mass":
-            worth = estimated_mass(inputs, features)
+            worth = _over_copies(estimated_mass(inputs, features), inputs.copies)
         else:
             worth = features.key_scores(inputs.key, inputs.key_log_weights)
         worth = jnp.moveaxis(worth, 1, -1)
@@ -164,6 +164,22 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
     positions = jnp.broadcast_to(positions, (*inputs.batch, positions.shape[-1]))
     positions = positions.reshape(inputs.key.shape[0], positions.shape[-1], 1)
     return jnp.broadcast_to(positions, (*positions.shape[:2], inputs.key.shape[2]))
+
+
+def _over_copies(mass: Float[Array, "B S K"], copies: int) -> Float[Array, "B S K"]:
+    """Returns the sums of masses over query heads that have a copy each of one key head."""
+    if copies == 1:
+        return mass
+    sharding = jax.typeof(mass).sharding
+    if sharding.spec[2] is not None:  # Explicit mesh axes may split the heads of a sum.
+        whole = jax.NamedSharding(sharding.mesh, jax.P(*sharding.spec[:2], None))
+        mass = jax.sharding.reshard(mass, whole)
+    by_key_head = mass.reshape(*mass.shape[:2], -1, copies)
+    is_hidden = by_key_head == -jnp.inf
+    total = jnp.sum(jnp.where(is_hidden, 0, by_key_head), axis=-1)
+    total = jnp.where(jnp.all(is_hidden, axis=-1), -jnp.inf, total)
+    total = repeat_heads(total, copies, axis=2)
+    return total if sharding.spec[2] is None else jax.sharding.reshard(total, sharding)
 
 
 def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from simrf_jax._src import checks
@@ -187,8 +188,19 @@ class RandomFeatureAttention(Adapter):
             feature_map = self._learned(feature_map, draw)
         elif self.num_features is not None:
             w = self._drawn("projection", lambda: boxed(draw(), drawing.options(feature_map)))
+            self._check_drawn(w)
             w = flax_drawing.in_pairs(w, feature_map, drawing.options(feature_map))
         return flax_attention.random_features(w, feature_map, self)
+
+    def _check_drawn(self, w: Any) -> None:
+        """Raises ``ValueError`` if the variables hold W of another adapter."""
+        found, is_shared = np.shape(w)[-2], np.ndim(w) == 2
+        if found != self.num_features or is_shared != self.shared:
+            raise ValueError(
+                f"The variables of {'/'.join(self.path) or 'the adapter'} hold W of shape "
+                f"{np.shape(w)}, drawn for num_features={found} and shared={is_shared}, but the "
+                f"adapter has num_features={self.num_features} and shared={self.shared}."
+            )
 
     def _calibration(self, initial: Calibrated) -> Calibrated:
         """Returns the calibration in the variables, which has no gradient."""
