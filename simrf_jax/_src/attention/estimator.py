@@ -67,7 +67,8 @@ class ExactKeys:
     a fixed size: the running sums, and ``count`` keys and values with their scores.
 
     Attributes:
-      count: Number of keys of each key head, and of each segment.
+      count: Number of keys of each key head, and of each segment. By score, each query head chooses
+        its own if a mask or a bias has an axis of query heads.
       by: ``"mass"`` or ``"score"``.
 
     Example:
