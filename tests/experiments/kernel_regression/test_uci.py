@@ -53,7 +53,9 @@ def test_folder_of_the_environment_and_both_names(monkeypatch, tmp_path):
 
 
 def test_missing_file_says_both_ways(tmp_path):
-    message = r"no krkopt.data or chess.data in .*--config.data_dir=DIR or SIMRF_DATA_DIR.*https://"
+    message = (
+        r"no krkopt.data or chess.data in .* by SIMRF_DATA_DIR or.*--config.data_dir=DIR.*https://"
+    )
     with pytest.raises(UserError, match=message):
         uci.find("chess", str(tmp_path))
     with pytest.raises(UserError, match=r"There is no abalone.data in /"):

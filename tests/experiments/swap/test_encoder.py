@@ -48,7 +48,7 @@ def test_a_folder_is_found_by_flag_and_environment(toy, monkeypatch):
 
 
 def test_a_folder_without_the_file_is_refused(toy):
-    message = r"no model.safetensors in .*--config.model_dir=DIR or SIMRF_MODEL_DIR.*https://"
+    message = r"no model.safetensors in .* by SIMRF_MODEL_DIR or.*--config.model_dir=DIR.*https://"
     with pytest.raises(UserError, match=message):
         encoder.find("model.safetensors", str(toy))
 
