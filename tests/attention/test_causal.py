@@ -38,7 +38,7 @@ def triangle(length, key_length=None):
     [(0, (0, 1)), (1, (1, 1)), (37, (1, 37)), (64, (1, 64)), (65, (2, 40)), (197, (4, 56))],
 )
 def test_chunks_of_equal_size_need_little_padding(length, chunks):
-    positions = np.arange(length, dtype=np.float32)[None]
+    positions = jnp.arange(length, dtype=jnp.float32)[None]
     split = split_length(positions, 64, -1)
     assert (split.shape[0], split.shape[2]) == chunks
     np.testing.assert_array_equal(join_length(split, length), positions)
