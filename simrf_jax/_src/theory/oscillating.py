@@ -118,10 +118,11 @@ def _continued(
     function: Callable[[_Covariances], Vector], t: Vector, rows: Rows, kernel: ScaleMixture
 ) -> Vector:
     """Evaluates a function of the covariances, which is a power of small distances."""
-    least = _least_distance(rows) ** 2
+    result, least = _over_chunks(function, t, rows, kernel), _least_distance(rows) ** 2
+    if not np.any(t < least):
+        return result
     small, larger = _over_chunks(function, np.array([1, 2]) * least, rows, kernel)
     power = np.log2(larger / small) if small * larger > 0 else 2.0
-    result = _over_chunks(function, t, rows, kernel)
     return np.where(t < least, small * (t / least) ** power, result)
 
 

@@ -57,7 +57,8 @@ class Inputs:
       batch: Leading shape of the output.
       is_batched: True if the output has a leading shape; without one, ``batch`` is ``(1,)``.
       dtype: Type of the output.
-      copies: Number of query heads that share a key head and have a copy of it each; 1 if G do.
+      copies: Number of times that each key head was repeated, once for each of its query heads; 1
+        if it was not.
     """
 
     query: Float[Array, "B T K G H"]
